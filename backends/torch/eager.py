@@ -13,26 +13,30 @@ autograd a plan does not run as native calls in these cases:
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
+import string
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
+from planner.backends.torch.products import MULTIPLY_SUM
+from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
-from planner.language.dtypes import HALF_TYPES
+from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
-from planner.program.forms import product_form
+from planner.program.forms import ProductForm, product_form
 from planner.program.ops import Cast, Op
-from planner.program.program import Program
-from planner.program.tree import Leaf, Tree, nodes_of
+from planner.program.program import Step
+from planner.program.tree import Leaf, Node, Tree, nodes_of
 
 __all__ = ["NATIVE", "compile_native"]
 
@@ -49,15 +53,18 @@ MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum")
+_OPERATORS: Any = torch._C._VariableFunctions
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
 
 def compile_native(
     tree: Tree,
     operands: Sequence[Strided],
-    backward: Program | None,
+    backward: Sequence[Step] | None,
     transformed: bool = False,
     around: Around = lambda op, step: step,
     index: Mapping[Any, Any] = MappingProxyType({}),
+    kept: list[int] | None = None,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -66,19 +73,20 @@ def compile_native(
     Args:
         tree: the plan's tree.
         operands: stand-ins with the strides of the operands; they take gradients where operands do.
-        backward: the plan's backward program; None if no gradient is asked for. Then steps may copy, since nothing is
-            kept.
+        backward: the steps of the plan's backward program; None if no gradient is asked for. Then steps may copy, since
+            nothing is kept.
         transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
         around: changes how a step runs.
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
+        kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
         return None
-    chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
+    chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    compiled = _Compiler(operands, chosen, table, around, index, pair).compile(tree)
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -98,6 +106,7 @@ class _Compiler:
     around: Around
     index: Mapping[Any, Any]
     pair: bool
+    kept: list[int] | None
 
     def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -115,9 +124,15 @@ class _Compiler:
         if not self._differentiates_alike(tree.op, standins):
             return None
         made = self._step(tree.op, standins, isinstance(tree.children[0], Leaf))
-        if made is None or (made[1].copied and not copies):
+        if made is None:
             return None
         run, result = made
+        if result.copied and not copies:
+            kept = None if self.kept is None or kind != "matmul" else self._kept_copies(tree, standins, result)
+            if self.kept is None or kept is None:
+                return None
+            self.kept.extend(kept)
+            result = result._replace(copied=False)
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
         if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
@@ -146,7 +161,7 @@ class _Compiler:
         kind = stock_kind(op)
         if self.chosen is None or kind not in ("multiply", *INDEXED):
             return True
-        wanted = INDEXED.get(kind, "multiply, then sum")
+        wanted = INDEXED.get(kind, MULTIPLY_SUM)
         for number, (term, x) in enumerate(zip(op.spec.inputs, standins, strict=True)):
             differs = kind in INDEXED or any(op.spec.size(e) != 1 for e in op.spec.output if e not in term)
             if differs and x.requires_grad and self.chosen.get(transpose(op.spec, number)) != wanted:
@@ -180,9 +195,80 @@ class _Compiler:
         if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
-            return matrix_product(form, spec) or OPS.product(form, spec), result
+            calls = matrix_product(form, spec) or self._einsum(spec, standins, result)
+            return calls or OPS.product(form, spec), result
+        if stock_kind(op) == "multiply" and (product := self._einsum(spec, standins, result)):
+            return product, result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
+        """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
+
+        It takes less time than four calls that make views, but autograd records more of it. There it is of use if
+        matrices lack unit strides, because it does not keep the copies that `bmm` makes of them. It multiplies
+        [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
+        or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
+        evaluation orders axes.
+        """
+        form, recorded = product_form(spec), self.chosen is not None
+        assert form is not None
+        operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
+        scattered = bool(form.contracted) and any(copies_of(*operand)[1] for operand in operands)
+        few_calls = _count_views(form, spec) < (3 if form.batch else 4)
+        if scattered != recorded or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
+            return None
+        swapped = False
+        if form.contracted:
+            if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
+                return None
+            order = (*form.batch, *form.left, *form.right)
+            swapped = spec.output != order and spec.output == (*form.batch, *form.right, *form.left)
+        elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
+            return None
+        letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
+        first, second, out = ("".join(letters[str(axis)] for axis in term) for term in spec.terms)
+        einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
+        if swapped:
+            equation = f"{second},{first}->{out}"
+            return lambda a, b: einsum(equation, (b, a))
+        equation = f"{first},{second}->{out}"
+        return lambda a, b: einsum(equation, (a, b))
+
+    def _kept_copies(self, node: Node, standins: Sequence[Strided], result: Strided) -> list[int] | None:
+        """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
+
+        Return None if a computed value is copied, in place of which the plan says that the value is kept, or if copies
+        for unit strides would be kept.
+        """
+        form, kept = product_form(node.op.spec), []
+        assert form is not None
+        if any(sorted(group, key=node.op.spec.output.index) != list(group) for group in form.matrices[2]):
+            return None  # einsum would view other axes as one
+        parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
+        for child, x, other, term, groups in parts:
+            reshaped, strided = copies_of(x, term, groups)
+            if (reshaped and not isinstance(child, Leaf)) or (
+                strided and not self._einsum(node.op.spec, standins, result)
+            ):
+                return None
+            if reshaped and other.requires_grad:
+                kept.append(math.prod(x.shape) * itemsize(node.op.dtype))
+        return kept
+
+
+def _count_views(form: ProductForm, spec: Spec) -> int:
+    """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
+    count = 0
+    if not form.contracted:
+        for term in spec.inputs:
+            inner = [axis for axis in spec.output if axis in term]
+            count += 2 * (list(term) != inner) + (len(inner) < len(spec.output))
+        return 2 * count
+    for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
+        count += tuple(axis for group in groups for axis in group) != term
+        count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
+    return count
 
 
 def _gathered(spec: Spec, x: Strided) -> tuple[Callable[..., Tensor], Strided] | None:

@@ -28,7 +28,9 @@ from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
-__all__ = ["copied_form", "einsum_copies", "product_rows"]
+__all__ = ["MULTIPLY_SUM", "copied_form", "einsum_copies", "product_rows"]
+
+MULTIPLY_SUM = "multiply, then sum"
 
 # A product on all cores that is added to the result of the one before waits for it. Two products of 128 x 1024 x 128
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
@@ -46,7 +48,7 @@ def product_rows() -> list[Implementation]:
         row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, least=_sliced_least),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
             least=_batched_least),
-        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
+        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
             least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
     ]  # fmt: skip
 

@@ -12,15 +12,16 @@ Each rule below is torch's own, dimensions of size 1 included. The tests compare
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 from planner.backends.common.stock import Product, matmul_product
 from planner.cost.layout import row_major, view_strides
-from planner.language.spec import Spec
+from planner.language.spec import Spec, Term
 from planner.program.forms import ProductForm
 
-__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "Strided", "StrideOps"]
+__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "StrideOps", "Strided", "copies_of"]
 
 
 class Strided(NamedTuple):
@@ -152,6 +153,14 @@ def _unit_strided(x: Strided) -> Strided:
     if x.is_contiguous or 1 in x.strides[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
         return x
     return x.view(x.shape, row_major(x.shape))._replace(copied=True)
+
+
+def copies_of(x: Strided, term: Term, groups: Sequence[Sequence[str]]) -> tuple[bool, bool]:
+    """Return whether an operand is copied to be viewed as a batch of matrices, and then for unit strides."""
+    x = STRIDE_OPS.permute(x._replace(copied=False), [term.index(axis) for group in groups for axis in group])
+    sizes = iter(x.shape)
+    matrices = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
+    return matrices.copied, bool(groups[0]) and _unit_strided(matrices) is not matrices
 
 
 def _pointwise(*inputs: Strided) -> Strided:

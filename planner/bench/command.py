@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner.bench.choices import compare_lowerings
+from planner.bench.corpus import compare_corpus
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.families import families
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
 from planner.bench.large import large_networks
 from planner.bench.report import as_json, cells, circumstances, markdown
-from planner.bench.timing import Result, Settings
+from planner.bench.timing import SCALES, Result, Settings
 from planner.demo.ways import Framework
 
 __all__ = ["PARTS", "main"]
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "families": families,
     "lowerings": compare_lowerings,
     "large-networks": large_networks,
+    "corpus": compare_corpus,
 }
 _ABOUT = """\
 Every comparison runs its programs in one process, interleaved, with a pause before each run, and takes medians. First,
@@ -59,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, help="one part; nothing is written")
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework; nothing is written")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="runs of each program, at most")
+    parser.add_argument("--scale", choices=SCALES, help="one scale of the corpus; all if left out")
+    parser.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="about N rows of the corpus; all if left out"
+    )
+    parser.add_argument("--compile", action="store_true", help="the corpus: torch.compile and products by hand, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     options = parser.parse_args(argv)
@@ -74,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal:
         print(refusal, file=sys.stderr)
         return 2
-    settings = Settings(rounds=options.rounds)
+    scales = (options.scale,) if options.scale else SCALES
+    settings = Settings(rounds=options.rounds, scales=scales, sample=options.sample, compiled=options.compile)
     results: list[Result] = []
     for name, part in PARTS.items():
         if options.only not in (None, name):

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from planner.workloads import Skew, Workload
 
 __all__ = [
     "PASSES",
+    "SCALES",
     "Pass",
     "Result",
+    "Scale",
     "Settings",
     "block_of",
     "equal",
@@ -36,6 +38,8 @@ __all__ = [
 
 Pass = Literal["f", "g"]
 PASSES: tuple[tuple[Pass, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
+Scale = Literal["overhead", "cache", "memory"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 # A run counts if the hypervisor took at most this share of the cores' time. It is repeated until one counts, at most
@@ -55,6 +59,10 @@ class Settings:
         budget_seconds: time for one comparison, after which no further round begins (three are always run).
         pause_seconds: the pause before each run. Without it, a program pays for memory that the previous one freed.
         calls: calls in a block when a single call's overhead is measured.
+        scales: the scales of the corpus.
+        sample: how many rows of the corpus, at least; 0 for all.
+        compiled: whether `torch.compile` and products by hand are timed on the corpus too.
+        row_seconds: time for one comparison of the corpus, after which no further round begins.
         runs: number of runs that were timed; of those repeated because the hypervisor took a core away; and of those
             that count although it took one away in every repetition.
     """
@@ -63,6 +71,10 @@ class Settings:
     budget_seconds: float = 30.0
     pause_seconds: Mapping[str, float] = dataclasses.field(default_factory=PAUSE_SECONDS.copy)
     calls: int = 2000
+    scales: tuple[Scale, ...] = SCALES
+    sample: int = 0
+    compiled: bool = False
+    row_seconds: float = 0.3
     runs: Counter[str] = dataclasses.field(default_factory=Counter)
 
 

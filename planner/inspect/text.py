@@ -162,7 +162,8 @@ def _stride_lines(plan: PlanRecord) -> list[str]:
 def kept_text(plan: PlanRecord) -> str:
     """Return what the forward program keeps for the backward program, as text."""
     if plan.keep != "some":
-        return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
+        copies = " and copies of operands" if plan.programs.copies else ""
+        return f"keeps all intermediates{copies}" if plan.keep == "all" else "keeps only the inputs"
     kept = len(plan.programs.kept)
     again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
     computed = f"{again} step{'s' * (again > 1)}" if again else "those of slices"

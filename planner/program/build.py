@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ class Lowerer:
         fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
             single gradients are fixed and the joint one is not, they are two steps.
         plain: see `Table`.
+        records: whether the framework may keep copies, see `Backend`; None if their plan decides.
+        alike: see `Backend`; None if gradients are chosen as other steps are.
     """
 
     def __init__(
@@ -55,8 +58,11 @@ class Lowerer:
         key: Callable[[StepCost], tuple[int, ...]],
         fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
         plain: Sequence[str] = (),
+        records: bool | None = None,
+        alike: Callable[[Op, Op, PricedImplementation], PricedImplementation] | None = None,
     ) -> None:
-        self.choices, self.key, self.fixed, self.plain = choices, key, fixed, plain
+        self.choices, self.key, self.fixed, self.plain, self.records = choices, key, fixed, plain, records
+        self.alike = alike
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
@@ -65,7 +71,7 @@ class Lowerer:
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
-        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain)
+        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain, self.records, self.alike)
 
     def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""
@@ -119,7 +125,10 @@ class Lowerer:
             if want:
                 swapped = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
                 swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
-                single.append(GradientStep(swapped, choose(swapped), (child,)))
+                choice = choose(swapped)
+                if self.alike is not None and swapped not in self.fixed:
+                    choice = self.alike(op, swapped, choice)
+                single.append(GradientStep(swapped, choice, (child,)))
         if len(single) == 2:
             fixed_apart = all(step.op in self.fixed for step in single)
             if not fixed_apart and self.choices(joint):
@@ -133,7 +142,9 @@ class Lowerer:
 def lowerer_for(backend: str, device: Device, objective: Objective) -> Lowerer:
     """Return what chooses, for an objective, among the implementations that a backend has on a device."""
     table, key = load_backend(backend).table, step_key(objective)
-    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain)
+    own = load_backend(backend).gradient_alike
+    alike = partial(own, device) if own and objective == "time" else None
+    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain, alike=alike)
 
 
 class _Builder:
@@ -322,11 +333,17 @@ def build(
     as_result = without_gaps(variables[result].layout)
     layout = as_result if gradient_strides is None else layout_of(shape, gradient_strides)
     output_gradient = builder.add_variable(shape, contraction.dtype, layout=layout)
-    backward, backward_cost = None, None
+    backward, backward_cost, copies = None, None, None
     if builder.needs_gradient(tree):
         back: list[Step] = []
         saved_values = {id(node): values[id(node)] for node in saved_nodes}
         builder.backward(tree, output_gradient, back, saved_values, gradients)
+        if not in_loop and backend.kept_copies:
+            copies = backend.kept_copies(contraction, tree, steps, back, lower.records)
+        if copies:
+            retained += copies
+            peak = peak if len(steps) == 1 else peak + copies
+            forward, forward_cost = dataclasses.replace(forward, peak_bytes=peak), program_cost(steps, peak, retained)
         given = (*inputs, output_gradient, *kept)
         results = tuple(gradients.values())
         if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
@@ -346,6 +363,7 @@ def build(
         output_gradient=output_gradient,
         gradients=tuple(gradients.get(i) for i in inputs),
         cost=PlanCost.of(forward_cost, backward_cost),
+        copies=copies,
     )
 
 

@@ -1,5 +1,7 @@
 """What the steps of one call share: `RangedIndices`, its index arrays in range; `Member`, its sizes in a family.
 
+`PreparedRun` is how a row runs a step, ready before the call.
+
 `SizeReader` reads these sizes from the shapes of the arrays. `Stepwise` is a program that runs one step at a time.
 """
 
@@ -13,11 +15,32 @@ from typing import Any, NamedTuple
 
 from planner.language.spec import Gather, Spec, Term, pool_letters, term_gathers
 from planner.program.contraction import Contraction
+from planner.program.ops import Op
 from planner.program.program import Step
 
-__all__ = ["Indices", "Member", "RangedIndices", "SizeReader", "Stepwise", "shape_in", "size_in"]
+__all__ = ["Indices", "Member", "PreparedRun", "RangedIndices", "Run", "SizeReader", "Stepwise", "shape_in", "size_in"]
 
 Indices = Mapping[Gather, Any]
+# From a step's inputs and the index arrays in range to its results.
+Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """How a row runs ops if it can do beforehand what depends on the op alone.
+
+    Attributes:
+        prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
+        any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
+            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
+    """
+
+    prepare: Callable[[Any], Run]
+    any_sizes: bool = False
+
+    def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
+        """Run an op."""
+        return self.prepare(op)(inputs, indices)
 
 
 class RangedIndices(dict[Gather, Any]):

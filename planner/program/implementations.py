@@ -23,10 +23,12 @@ from planner.cost.objective import StepKey
 from planner.language.cached import cached_by_step
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand, Spec
-from planner.program.calls import Indices, Member, RangedIndices, Stepwise
+from planner.program.calls import Indices, Member, PreparedRun, RangedIndices, Run, Stepwise
+from planner.program.contraction import Contraction
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import CompiledPeak, Step
+from planner.program.tree import Tree
 
 __all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun", "RangedIndices", "Run", "RunPlan",
            "Stepwise", "Table", "form_row"]  # fmt: skip
@@ -34,28 +36,8 @@ __all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
-# From a step's inputs and the index arrays in range to its results.
-Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
 # From operands and index arrays to the result.
 RunPlan = Callable[[Sequence[Any], Mapping[str, Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """How a row runs ops if it can do beforehand what depends on the op alone.
-
-    Attributes:
-        prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
-        any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
-            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
-    """
-
-    prepare: Callable[[Any], Run]
-    any_sizes: bool = False
-
-    def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
-        """Run an op."""
-        return self.prepare(op)(inputs, indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +252,11 @@ class Backend(Protocol):
             gradient or None.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
+        gradient_alike: returns the implementation of a step's gradient that lets the framework differentiate the step
+            itself, from the device, the step, the gradient and its fastest implementation, which may be the result.
+        kept_copies: returns the bytes of copies of inputs that a plan keeps in place of the inputs, because the
+            framework's own derivatives save them, and take less time; None if a plan must copy nothing. It takes the
+            contraction, its tree, the steps of both programs, and whether the plan's family keeps copies, if known.
     """
 
     name: str
@@ -280,6 +267,8 @@ class Backend(Protocol):
     compiled_peak: CompiledPeak | None = None
     conjugates: bool = False
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
+    gradient_alike: Callable[[Device, Op, Op, PricedImplementation], PricedImplementation] | None = None
+    kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

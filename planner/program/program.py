@@ -98,6 +98,7 @@ class Programs:
         output_gradient: the variable of the result's gradient.
         gradients: for each operand, the variable of its gradient or None.
         cost: the cost of both programs.
+        copies: what `Backend.kept_copies` returned.
     """
 
     variables: tuple[Variable, ...]
@@ -108,6 +109,7 @@ class Programs:
     output_gradient: int
     gradients: tuple[int | None, ...]
     cost: PlanCost
+    copies: int | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -87,6 +87,7 @@ _NEWER: tuple[tuple[type, str, Any], ...] = (
     (Options, "deadline", None),
     (PlanCost, "bound", None),
     (Contraction, "mesh", None),
+    (Programs, "copies", None),
     (Device, "link_bandwidth", math.inf),
     (Device, "link_seconds", 0.0),
 )

@@ -107,7 +107,7 @@ def naive_plan(contraction: Contraction) -> PlanRecord:
     assert result is not None
     programs = space.programs(result.tree, lower)
     copies_of = load_backend(contraction.backend).einsum_copies
-    if programs.backward is not None and copies_of is not None:
+    if programs.backward is not None and copies_of is not None and not programs.copies:
         programs = _with_copies(programs, copies_of)
     return PlanRecord.of_contraction(
         contraction, tree=result.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE

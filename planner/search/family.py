@@ -273,7 +273,8 @@ def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     """Return the representative's plan at the sizes of a member."""
     sizes = _sizes_of(representative, space)
     steps = resize_steps(representative, sizes, space.table)
-    lower = space.lowerer("time", {op: choice for op, choice in steps if choice is not None})
+    fixed = {op: choice for op, choice in steps if choice is not None}
+    lower = space.lowerer("time", fixed, representative.programs.copies is not None)
     tree = resize_nodes(representative.tree, sizes)
     origin = _origin(representative, space.contraction)
     return Candidate(space.programs(tree, lower), tree, lower, False, origin)

@@ -120,10 +120,17 @@ class SearchSpace:
         costs = (choice.cost._replace(picoseconds=choice.cost.picoseconds + more) for choice in choices)
         return [dataclasses.replace(choice, cost=cost) for choice, cost in zip(choices, costs, strict=True)]
 
-    def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
+    def lowerer(
+        self,
+        objective: Objective,
+        fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
+        records: bool | None = None,
+    ) -> Lowerer:
         """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
         key = step_key(objective)
-        return Lowerer(partial(self.choices, key=key), key, fixed, self.table.plain)
+        own = load_backend(self.backend).gradient_alike
+        alike = partial(own, self.device) if own and objective == "time" else None
+        return Lowerer(partial(self.choices, key=key), key, fixed, self.table.plain, records, alike)
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
