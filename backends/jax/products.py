@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from planner.backends.common.stock import Product
+from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "count_turned", "fused_takes", "join_axes",
-           "multiply_flat"]  # fmt: skip
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "fused_takes", "is_folded",
+           "join_axes", "multiply_and_add", "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
 _TOGETHER = 64
 # Elements of a block that a copy reorders within the cache.
 _BLOCK = 4096
-# If the terms of the first factor come before its rows, XLA multiplies each matrix by Eigen, and not by YNNPACK. That
-# takes longer by a copied element for so many multiplications.
+# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications.
 _FOLDED = 24
 # Elements that XLA computes at once: an innermost axis of at least so many stays innermost in a product with a vector.
 _VECTOR = 16
@@ -49,8 +49,10 @@ class _Arrangement(NamedTuple):
 
 
 @cached_by_step
-def _arrangement(spec: Spec) -> _Arrangement:
+def _arrangement(spec: Spec, lean: bool = False) -> _Arrangement:
     """Return the arrangement of a product: that of `jnp.einsum`, unless another is estimated to be clearly faster.
+
+    If it shall be lean, it is one for which XLA copies the fewest elements.
 
     On 208 products of model code it takes 0.94 times the time of that of `jnp.einsum`, and at most 1.3 times (2 cores of
     an AMD EPYC, JAX 0.10.2, 2026-11-25).
@@ -70,38 +72,66 @@ def _arrangement(spec: Spec) -> _Arrangement:
     straight = terms[2] == (*batches[0], *form.left, *form.right)
     einsum = arrange(0 if straight else 1, batches[0], tuple(sorted(form.contracted)))
     choices = itertools.product((0, 1), dict.fromkeys(batches), dict.fromkeys(orders(form.contracted, (0, 1))))
-    best = min(itertools.starmap(arrange, choices), key=lambda arrangement: _excess(spec, arrangement))
+    arrangements = [*itertools.starmap(arrange, choices)]
+    if lean:
+        return min(arrangements, key=lambda each: (_copied_elements(spec, each), _excess(spec, each)))
+    best = min(arrangements, key=lambda each: _excess(spec, each))
     saved = _excess(spec, einsum) - _excess(spec, best)
     return best if saved > _WORTH_DIFFERING * sum(math.prod(spec.shape(term)) for term in spec.terms) else einsum
 
 
+def _copied_elements(spec: Spec, arrangement: _Arrangement) -> int:
+    return sum(math.prod(spec.shape(spec.terms[place])) for place in arrangement.copied)
+
+
 def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     """Return what XLA does for an arrangement besides multiplying, in copied elements that take as long."""
-    form, (first, second, _, contracted, copied) = product_form(spec), arrangement
+    form, orders, excess = product_form(spec), _orders(spec, arrangement), 0.0
     assert form is not None
-    orders, wide = _orders(spec, arrangement), [_wide_axes(term, spec) for term in spec.terms]
-    excess = sum(
-        math.prod(spec.shape(wide[place])) * _copy_weight(wide[place], orders[place], spec.by_axis) for place in copied
+    for place in arrangement.copied:
+        term = _wide_axes(spec.terms[place], spec)
+        excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
+    if _is_folded(spec, arrangement):
+        return excess + math.prod(form.sizes) / _FOLDED
+    wrong = min(form.sizes[1:3]) == 1 < max(form.sizes[1:3]) and not _sums_well(spec, arrangement)
+    return excess + wrong * max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
+
+
+def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
+    """Return whether XLA multiplies two matrices whose first one has its rows last. Then it takes Eigen, not YNNPACK.
+
+    XLA turns a product round whose result is turned. Then the second factor comes first, whose terms it wrote before
+    its columns, unless they stand behind them as they are.
+    """
+    form, (first, second, _, contracted, _) = product_form(spec), arrangement
+    assert form is not None
+    free, wide = (form.left, form.right), [_wide_axes(term, spec) for term in spec.terms]
+    shared, rows, columns, summed = (
+        _wide_axes(group, spec) for group in (arrangement.batch, free[first], free[second], contracted)
     )
+    if not rows or not columns:
+        return False
+    if len(rows) == len(columns) == 1 and wide[2] == (*shared, *columns, *rows):
+        return len(summed) > 1 or wide[second] != (*shared, *columns, *summed)
+    return len(rows) == len(summed) == 1 and wide[first] == (*shared, *summed, *rows)
+
+
+def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
+    """Return whether the innermost axis of the matrix suits a product with a vector.
+
+    A matrix that is the first factor is summed along its innermost axis. XLA is fast if that axis is innermost as it
+    is, or if it is longer than the other.
+    """
+    form, (first, second, _, contracted, _) = product_form(spec), arrangement
+    assert form is not None
     free = (form.left, form.right)
-    rows, columns, summed = (_wide_axes(group, spec) for group in (free[first], free[second], contracted))
-    shared = orders[2][: len(orders[2]) - len(rows) - len(columns)]
-    if rows and columns:
-        # XLA turns a product round whose result is turned. Then the second factor comes first.
-        turned = len(rows) == len(columns) == 1 and wide[2] == (*shared, *columns, *rows)
-        if turned:
-            folded = len(summed) > 1 or wide[second] != (*shared, *columns, *summed)
-        else:
-            folded = len(rows) == len(summed) == 1 and wide[first] == (*shared, *summed, *rows)
-        return excess + folded * math.prod(form.sizes) / _FOLDED
-    matrix = first if rows else second
-    inner, size = wide[matrix][-1] if wide[matrix] else "", math.prod(spec.shape(wide[matrix]))
-    if inner not in shared and inner and spec.size(inner) >= _VECTOR:
-        along = inner in summed
+    matrix = first if form.sizes[1 + first] > 1 else second
+    inner = _wide_axes(spec.inputs[matrix], spec)[-1]
+    if inner not in form.batch and spec.size(inner) >= _VECTOR:
+        along = inner in contracted
     else:
-        along = math.prod(spec.shape(summed)) >= math.prod(spec.shape((*rows, *columns)))
-    wrong = bool(rows or columns) and along != (matrix == first)
-    return excess + wrong * size / 2
+        along = math.prod(spec.shape(contracted)) >= math.prod(spec.shape(free[matrix]))
+    return along == (matrix == first)
 
 
 def _copy_weight(order: Term, other: Term, sizes: Mapping[str, int]) -> float:
@@ -142,7 +172,7 @@ def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Ter
 
 
 @cached_by_step
-def as_dot(spec: Spec) -> Product:
+def as_dot(spec: Spec, lean: bool = False) -> Product:
     """Return the function that multiplies two operands as one `lax.dot_general`, and permutes nothing but the result.
 
     The operands may have more dimensions of size 1 than the spec, such as those that were broadcast. These and axes of
@@ -151,7 +181,7 @@ def as_dot(spec: Spec) -> Product:
     """
     # An arrangement is one of axes. Symbolic sizes cannot be compared, so numbers stand for them.
     planned = dataclasses.replace(spec, sizes=tuple((axis, stand_in(size)) for axis, size in spec.sizes))
-    first, second, batch, contracted, _ = _arrangement(planned)
+    first, second, batch, contracted, _ = _arrangement(planned, lean)
     terms, out = [term_axes(spec.inputs[number]) for number in (first, second)], term_axes(spec.output)
 
     def product(*operands: Any, precision: Any = None, dtype: Any = None) -> Any:
@@ -166,6 +196,38 @@ def as_dot(spec: Spec) -> Product:
         return result if axes == [*out] else lax.transpose(result, [axes.index(axis) for axis in out])
 
     return product
+
+
+@cached_by_step
+def multiply_and_add(spec: Spec) -> Product:
+    """Return the function that multiplies two operands for one term of the sums after the other, and adds the products.
+
+    XLA computes all of it in one loop over the elements of the result, without a copy of an operand.
+    """
+    terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
+    summed = [axis for axis in terms[0] if axis not in out]
+
+    def part(x: Any, term: Term, at: Mapping[str, int]) -> Any:
+        """Return one term of the sums of an operand, with an axis for each axis of the result."""
+        kept = [axis for axis in out if axis in term]
+        x = lax.slice(x, [at.get(e, 0) for e in term], [at[e] + 1 if e in at else n for e, n in zip(term, x.shape)])
+        x = lax.transpose(lax.squeeze(x, [term.index(e) for e in at]), _places(kept, [e for e in term if e not in at]))
+        return lax.broadcast_in_dim(x, spec.output_shape, [out.index(axis) for axis in kept])
+
+    def product(a: Any, b: Any) -> Any:
+        total, dtype = None, accumulator(a.dtype)
+        a, b = (x if x.dtype == dtype else lax.convert_element_type(x, dtype) for x in (a, b))
+        for numbers in itertools.product(*(range(spec.size(axis)) for axis in summed)):
+            at = dict(zip(summed, numbers, strict=True))
+            one = part(a, terms[0], at) * part(b, terms[1], at)
+            total = one if total is None else total + one
+        return total
+
+    return product
+
+
+def _places(axes: Sequence[str], among: Sequence[str]) -> list[int]:
+    return [among.index(axis) for axis in axes]
 
 
 @cached_by_step
@@ -194,7 +256,7 @@ def join_axes(spec: Spec) -> Spec:
 def multiply_flat(spec: Spec, joined: Spec, *operands: Any) -> Any:
     """Multiply two operands by a product whose axes are joined, see `join_axes`."""
     views = [x.reshape(joined.shape(term)) for x, term in zip(operands, joined.inputs, strict=True)]
-    return as_dot(joined)(*views).reshape(spec.output_shape)
+    return as_dot(joined, True)(*views).reshape(spec.output_shape)
 
 
 def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
@@ -236,18 +298,15 @@ def _orders(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[str, ...]]
 
 
 @cached_by_step
-def count_turned(spec: Spec) -> int:
-    """Return how many elements XLA multiplies in another order than they have in memory, without a copy."""
-    arrangement = _arrangement(spec)
-    copied, orders = arrangement.copied, _orders(spec, arrangement)
-    turned = [p for p, order in orders.items() if p not in copied and order != _wide_axes(spec.terms[p], spec)]
-    return sum(math.prod(spec.shape(spec.terms[place])) for place in turned)
+def is_folded(spec: Spec, lean: bool = False) -> bool:
+    """Return whether XLA multiplies the matrices of a product by Eigen, see `_is_folded`."""
+    return _is_folded(spec, _arrangement(spec, lean))
 
 
 @cached_by_step
-def count_reordered(spec: Spec) -> ProductCopies:
+def count_reordered(spec: Spec, lean: bool = False) -> ProductCopies:
     """Return what XLA copies for a product, see `_copied_places`."""
-    arrangement = _arrangement(spec)
+    arrangement = _arrangement(spec, lean)
     orders, copied, apart = _orders(spec, arrangement), {}, 0.0
     for place in arrangement.copied:
         order = _wide_axes(spec.terms[place], spec)
