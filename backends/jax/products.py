@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from planner.backends.common.stock import Product
 from planner.kernels.grouping.jax_grouping import accumulator
@@ -202,7 +204,8 @@ def as_dot(spec: Spec, lean: bool = False) -> Product:
 def multiply_and_add(spec: Spec) -> Product:
     """Return the function that multiplies two operands for one term of the sums after the other, and adds the products.
 
-    XLA computes all of it in one loop over the elements of the result, without a copy of an operand.
+    XLA computes all of it in one loop over the elements of the result, without a copy of an operand. It is a call that
+    XLA does not inline: a loop that reads the result would compute each element as often as it reads it.
     """
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
     summed = [axis for axis in terms[0] if axis not in out]
@@ -223,7 +226,13 @@ def multiply_and_add(spec: Spec) -> Product:
             total = one if total is None else total + one
         return total
 
-    return product
+    compiled = jax.jit(product)
+
+    def call(a: Any, b: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return compiled(a, b)
+
+    return call
 
 
 def _places(axes: Sequence[str], among: Sequence[str]) -> list[int]:

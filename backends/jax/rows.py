@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,13 @@ from planner.backends.common.kernel_rows import (
     pool_function,
     views_of,
 )
+from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.products import (
+    as_dot,
     count_copied,
     count_reordered,
     fused_takes,
@@ -132,11 +135,15 @@ def _flat_matmul() -> Implementation:
     )
 
 
-def _multiply_and_add() -> Implementation:
+def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
     """Return the row that multiplies and adds in one loop, for sums of few terms.
 
     XLA would copy the operands into matrices, and multiply each matrix by a call. As JAX's own operations the loop
-    would keep what it multiplies for gradients. So it is a step of ours.
+    would keep what it multiplies for gradients. So it is a step of ours. In a program for another platform it is a
+    product like any other.
+
+    Args:
+        multiply: makes the function of two operands.
     """
 
     def refuses(op: Op) -> str | None:
@@ -155,7 +162,7 @@ def _multiply_and_add() -> Implementation:
         "multiply and add",
         lambda op: product_form(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
         work,
-        lambda op, form, inputs, index: (lax.convert_element_type(multiply_and_add(op.spec)(*inputs), op.dtype),),
+        lambda op, form, inputs, index: (lax.convert_element_type(multiply(op.spec)(*inputs), op.dtype),),
         refuses=refuses,
         kinds=("cpu",),
     )
@@ -297,7 +304,8 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         launches=6,  # on a card: 20 kernels within a program
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
-    return Table([*stock, _flat_matmul(), _multiply_and_add(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
+    own = _flat_matmul(), _multiply_and_add(multiply_and_add if grouped is jax_grouped.CPU else as_dot)
+    return Table([*stock, *own, *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.
