@@ -128,7 +128,9 @@ def test_policies_see_products(policy, spec, a, b, capsys):
     def saved(einsum, a, b):
         print_saved_residuals(jax.checkpoint(lambda a, b: jnp.sin(einsum(spec, jnp.sin(a), b)), policy=policy), a, b)
         lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "argument" not in line]
-        return sorted(sorted(re.findall(r"\d+", line)) for line in lines)  # einsum's product has its axes in another order
+        return sorted(
+            sorted(re.findall(r"\d+", line)) for line in lines
+        )  # einsum's product has its axes in another order
 
     found, wanted = both(saved, a, b)
     assert found == wanted

@@ -18,7 +18,7 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "fused_takes", "is_folded",
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "fused_takes", "is_folded", "is_strided",
            "join_axes", "multiply_and_add", "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
@@ -212,9 +212,10 @@ def multiply_and_add(spec: Spec) -> Product:
 
     def part(x: Any, term: Term, at: Mapping[str, int]) -> Any:
         """Return one term of the sums of an operand, with an axis for each axis of the result."""
-        kept = [axis for axis in out if axis in term]
-        x = lax.slice(x, [at.get(e, 0) for e in term], [at[e] + 1 if e in at else n for e, n in zip(term, x.shape)])
-        x = lax.transpose(lax.squeeze(x, [term.index(e) for e in at]), _places(kept, [e for e in term if e not in at]))
+        kept, left = [axis for axis in out if axis in term], [axis for axis in term if axis not in at]
+        for axis in at:
+            x = lax.slice_in_dim(x, at[axis], at[axis] + 1, axis=term.index(axis))
+        x = lax.transpose(lax.squeeze(x, [term.index(axis) for axis in at]), [left.index(axis) for axis in kept])
         return lax.broadcast_in_dim(x, spec.output_shape, [out.index(axis) for axis in kept])
 
     def product(a: Any, b: Any) -> Any:
@@ -235,8 +236,10 @@ def multiply_and_add(spec: Spec) -> Product:
     return call
 
 
-def _places(axes: Sequence[str], among: Sequence[str]) -> list[int]:
-    return [among.index(axis) for axis in axes]
+def is_strided(spec: Spec) -> bool:
+    """Return whether a loop over the elements of a product reads an operand that has the innermost axis further out."""
+    wide = [_wide_axes(term, spec) for term in spec.terms]
+    return any(wide[2][-1] in term[:-1] for term in wide[:2]) if wide[2] else True
 
 
 @cached_by_step

@@ -33,6 +33,7 @@ from planner.backends.jax.products import (
     count_reordered,
     fused_takes,
     is_folded,
+    is_strided,
     join_axes,
     multiply_and_add,
     multiply_flat,
@@ -73,6 +74,8 @@ _WORTH_JOINING = 2**20
 # Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
 # product's rate that it runs at: 0.03 to 0.15 ns were measured for each (AMD EPYC, JAX 0.10.2, 2026-11-25).
 _WORTH_ADDING, _ADDING_RATE = 2**13, 0.25
+# From so many matrices on, XLA's calls of a function for each take longer than such a loop.
+_MANY_MATRICES = 16
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
 
@@ -99,7 +102,10 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
     if min(form.sizes[1:3]) == 1:  # XLA multiplies with vectors in one loop, without a call for each
-        rate, parts = _VECTOR_RATE * device.flop_rate, [part._replace(matrices=0, rate=device.flop_rate) for part in parts]
+        rate, parts = (
+            _VECTOR_RATE * device.flop_rate,
+            [part._replace(matrices=0, rate=device.flop_rate) for part in parts],
+        )
     if is_folded(op.spec, lean):
         rate *= _EIGEN_RATE
     at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
@@ -149,10 +155,17 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
     def refuses(op: Op) -> str | None:
         if not is_inexact(op.dtype):
             return "sums of integers may be long"
-        terms = joint_elements(op.spec) // max(1, math.prod(op.spec.output_shape))
+        form = product_form(op.spec)
+        assert form is not None
+        batch, _, _, terms = form.sizes
         if not 1 < terms <= FUSED_TERMS:
             return f"sums have one term, or more than {FUSED_TERMS}"
-        return "a small product is JAX's own" if joint_elements(op.spec) < _WORTH_ADDING else None
+        if joint_elements(op.spec) < _WORTH_ADDING:
+            return "a small product is JAX's own"
+        strided = is_strided(op.spec)
+        if batch < _MANY_MATRICES and (strided or not count_reordered(op.spec).elements):
+            return "XLA multiplies few matrices fast"
+        return "elements that are added up lie between those of the result" if strided and terms > 4 else None
 
     def work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         rate = _ADDING_RATE * device.flop_rate
