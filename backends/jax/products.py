@@ -28,6 +28,9 @@ _TOGETHER = 64
 _BLOCK = 4096
 # A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications.
 _FOLDED = 24
+# If the number of terms is no multiple of this, YNNPACK takes longer for each element of the first factor, by such a
+# part of what a copied element takes.
+_EVEN, _UNEVEN = 4, 0.7
 # Elements that XLA computes at once: an innermost axis of at least so many stays innermost in a product with a vector.
 _VECTOR = 16
 # An arrangement other than that of `jnp.einsum` saves copies of this part of all elements.
@@ -95,6 +98,9 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
     if _is_folded(spec, arrangement):
         return excess + math.prod(form.sizes) / _FOLDED
+    if min(form.sizes[1:3]) > 1:
+        uneven = form.sizes[3] % _EVEN != 0
+        return excess + uneven * math.prod(spec.shape(spec.inputs[arrangement.first])) * _UNEVEN
     wrong = min(form.sizes[1:3]) == 1 < max(form.sizes[1:3]) and not _sums_well(spec, arrangement)
     return excess + wrong * max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
 
