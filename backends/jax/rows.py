@@ -63,8 +63,8 @@ PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.5 (AMD EPYC, JAX 0.10.2, 2026-11-25).
-_EIGEN_RATE = 0.33
+# The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.8 (AMD EPYC, JAX 0.10.2, 2026-11-25).
+_EIGEN_RATE = 0.5
 # Seconds on a CPU for each element that XLA copies into another order, besides moving it: 1.8 to 2.3 ns (same machine).
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
