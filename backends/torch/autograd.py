@@ -119,7 +119,7 @@ def _split(
 
 
 def _as_output(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
-    """Return a result as a Function may return it: not an argument itself, nor a view of what the Function allocated."""
+    """Return a result as a Function may return it: no argument itself, nor a view of what the Function allocated."""
     if any([result is x for x in arrays]):
         return result.view_as(result)
     return result if result._base is None else _detach_fresh_view(result, arrays)

@@ -22,7 +22,10 @@ __all__: list[str] = []
 # JAX has no public way to register a check. A version without these names reports nothing.
 with contextlib.suppress(ImportError):
     from jax._src import checkify
-    from jax._src.checkify import OOBError, assert_func, check_nans, error_checks, get_traceback
+    from jax._src.checkify import OOBError, error_checks, get_traceback
+
+    assert_func: Any = checkify.assert_func
+    check_nans: Any = checkify.check_nans
 
     # From JAX 0.11 on a rule is given a context before the error, and hands it on.
     HAS_CONTEXT = hasattr(checkify, "CheckifyContext")
