@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class Workload:
             replace_gathers(term, lambda gather: dataclasses.replace(gather, size=pools[gather.array]))
         )
 
-    def resized(self, **sizes: int) -> Workload:
+    def resized(self, **sizes: int) -> Self:
         """Return the workload with other sizes of axes, or of pools by the letter of their index array."""
         if unknown := sizes.keys() - self.sizes.keys() - self.pools.keys():
             raise ValueError(f"{self.name} has no axis and no index array {', '.join(sorted(unknown))}")

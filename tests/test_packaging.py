@@ -26,7 +26,7 @@ def _name(requirement: str) -> str:
 
 def _sources() -> set[str]:
     """The paths, as imported, of every file that a package must hold."""
-    found = {"planner/py.typed"}
+    found = {"planner/py.typed", "planner/bench/corpus.csv"}
     for top, prefix in (("planner", ""), ("backends", "planner/"), ("kernels", "planner/")):
         found |= {prefix + path.relative_to(ROOT).as_posix() for path in (ROOT / top).rglob("*.py")}
     return found
