@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from planner.backends.common.run import prepare_loop
-from planner.backends.common.stock import ArrayOps, evaluation
-from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
+from planner.backends.common.stock import ArrayOps, count_views, evaluation, is_swapped
+from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
@@ -33,6 +33,10 @@ _SHORT_RUN = 8
 # Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer
 # vectors.
 _SCATTERED_SECONDS = 20e-9
+# How many operators, as to their time, a view takes in torch, and a product by element that is not contiguous, which
+# allocates its result first: 1.4 and 2.5 us where a product of contiguous operands takes 1.8 (AMD EPYC, torch 2.13,
+# 2026-11-25).
+_VIEW_LAUNCHES, _SCATTERED_LAUNCHES = 0.8, 0.7
 # How many operators, as to their time, it takes torch to make one flat index for several dimensions: 6 us were measured
 # for `nikq[n] -> nik`, which takes 2 us more. AMD EPYC, torch 2.13, 2026-11-25.
 _FLAT_LAUNCHES = 2
@@ -143,6 +147,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         return [Work(launches=1)]
     if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
         return [*parts, Work(scratch=4 * sum(map(math.prod, (*op.input_shapes, *op.output_shapes))))]
+    if kind in ("matmul", "multiply") and device.kind == "cpu":
+        parts.append(Work(launches=_view_launches(op)))
     if kind == "matmul" and device.kind == "cpu":
         form = product_form(spec)
         assert form is not None
@@ -162,6 +168,19 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
+
+
+def _view_launches(op: Op) -> float:
+    """Return how many operators, as to their time, torch's views and copies of the operands of a product take."""
+    form, spec, layouts = product_form(op.spec), op.spec, op.layouts or (None, None)
+    assert form is not None
+    views = count_views(form, spec, stacks=True)
+    if not form.contracted:
+        return _VIEW_LAUNCHES * views + _SCATTERED_LAUNCHES * (views > 0)
+    if not form.batch and len(spec.axes) == 3:  # two matrices
+        return 0.0
+    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
+    return _VIEW_LAUNCHES * views + sum(matrix_copies(*each, spec) > 0 for each in operands)
 
 
 def stock_work(op: Op, device: Device) -> list[Work]:
@@ -186,8 +205,9 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         batch, m, n, k = form.sizes
         # Copies are made before the product begins, so the times add up.
         copies = Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None)))
-        rate = device.product_rate(m, n, k, op.dtype)
-        return [copies, work._replace(rate=rate, matrices=batch if batch > 1 else 0)]
+        rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
+        rate = device.product_rate(rows, columns, k, op.dtype, batch)
+        return [copies, work._replace(rate=rate, matrices=device.matrices(batch))]
     taken, added = _count_rows(spec)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):

@@ -15,8 +15,8 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "count_turned", "fused_takes", "join_axes",
-           "multiply_flat"]  # fmt: skip
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "count_turned", "factors", "fused_takes",
+           "join_axes", "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -70,6 +70,11 @@ def _arrangement(spec: Spec) -> _Arrangement:
         copied = _copied_places(spec, first, batch, free[first], free[second], contracted)
         arrangements.append(_Arrangement(first, second, batch, contracted, copied))
     return min(arrangements, key=rank)
+
+
+def factors(spec: Spec) -> tuple[int, int]:
+    """Return the numbers of the operands that are the first and the second factor of a product."""
+    return _arrangement(spec)[:2]
 
 
 def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Term, contracted: Term) -> tuple[int, ...]:

@@ -57,7 +57,8 @@ def _least(op: Op, device: Device, launches: int) -> StepCost:
     if form is None:
         return StepCost()
     batch, m, n, k = form.sizes
-    seconds = 2 * batch * m * n * k / device.product_rate(m, n, k, op.dtype) if form.contracted else 0.0
+    most = float(device.most_product_rate(min(m, n, k), op.dtype))
+    seconds = 2 * batch * m * n * k / most if form.contracted else 0.0
     return StepCost(picoseconds=int(1e12 * (seconds + launches * device.launch_seconds)))
 
 
@@ -183,8 +184,8 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     _, form, spec = batched
     batch, m, n, k = form.sizes
     wide, result = math.prod(spec.output_shape) * itemsize(op.dtype), op.result_bytes()
-    read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype)
-    product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), matrices=batch)
+    read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
+    product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), matrices=device.matrices(batch))
     return [product, Work(moved=wide + result, fresh=(result,), launches=2)]
 
 

@@ -89,6 +89,7 @@ _NEWER: tuple[tuple[type, str, Any], ...] = (
     (Contraction, "mesh", None),
     (Device, "link_bandwidth", math.inf),
     (Device, "link_seconds", 0.0),
+    (Device, "products", ()),
 )
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 
