@@ -319,6 +319,7 @@ def test_rates_between_classes_are_geometric_means():
     device = dataclasses.replace(CPU, flop_rate=1e12, products=products)
     ends = [device.product_rate(side, 16, 64) for side in (4, 16)]
     assert device.product_rate(8, 16, 64) == pytest.approx(math.sqrt(ends[0] * ends[1]))
+    assert device.product_rate(3, 16, 64) == pytest.approx(0.75 * device.product_rate(4, 16, 64))
     assert device.product_rate(4096, 16, 64, batch=2) == device.product_rate(SIDES[-1], 16, 64, batch=9)
     assert dataclasses.replace(device, flop_rate=1e9).product_rate(8, 16, 64) == 1e9
 
@@ -333,6 +334,7 @@ def test_the_check_times_every_step(small):
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
     assert "within 2x" in predictions.check_text(found)
+    assert {t.framework for t in found} == set(installed_frameworks())
     with pytest.raises(planner.PlannerError, match="no workload 'nothing'"):
         predictions.check(["nothing"])
 
@@ -341,7 +343,8 @@ def test_the_check_says_what_share_was_within_twice():
     step = partial(predictions.StepTime, "numpy", "w", "ij -> i", "sum", False, 1.0)
     times = [step(seconds) for seconds in (0.5, 1.9, 2.0, 2.1)]
     lines = predictions.check_text(times).splitlines()
-    assert lines[-2:] == ["numpy: 3 of 4 steps within 2x, 75%", "within 2x: 75% of 4 steps"]
+    of_all = "of 4 steps 0% within 1.5x, 75% within 2x"
+    assert lines[-2:] == [f"numpy: {of_all}", f"all: {of_all}"]
     assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
 
 

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    with closing(Progress(2 * len(options.check or WORKLOADS))) as progress:
+    with closing(Progress(3 * len(options.check or WORKLOADS))) as progress:
         times = check(options.check, progress)
     print(json.dumps([dataclasses.asdict(t) for t in times], indent=1) if options.json else check_text(times))
     return 0

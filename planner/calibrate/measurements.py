@@ -200,6 +200,23 @@ def _matrix_seconds(lab: Lab) -> float:
     return max(seconds_of(lab, run) - seconds_of(lab, whole), 0.0) / batch
 
 
+def _loop_seconds(lab: Lab, device: Device) -> float:
+    """Measure what elementwise loops over short runs take, by the part of the prices of such steps that it makes up."""
+    if lab.key.kind != "cpu" or lab.framework == "jax":  # XLA compiles its loops
+        return device.loop_seconds
+    count, table = (10 if lab.is_tiny else 4096), load_backend(lab.framework).table
+    ratios = []
+    for text, size in (("nik,nkj->nij", 32), ("nik,nkj->nij", 3), ("ni,nj->nij", 32), ("ni,nj->nij", 3)):
+        shapes = [(count, size, 1), (count, 1, size)] if "k" in text else [(count, size), (count, size)]
+        op = Einsum(resolve(text, *shapes), "float32")
+        free, priced = (
+            table.choices(op, dataclasses.replace(device, loop_seconds=seconds))[0].cost.picoseconds / 1e12
+            for seconds in (0.0, device.loop_seconds)
+        )
+        ratios.append(max(seconds_of(lab, _step(lab, text, *shapes)) - free, 0.0) / (priced - free))
+    return device.loop_seconds * statistics.median(ratios)
+
+
 def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     """Measure what taking or adding a row of 16 numbers at a random place costs beyond the bytes that it moves."""
     rows, pool, width = (200, 20, 16) if lab.is_tiny else (200_000, 20_000, 16)
@@ -260,6 +277,8 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     measured |= _sorts(lab)
     progress("kernel_seconds")
     measured["kernel_seconds"] = _kernel_seconds(lab, device())
+    progress("loop_seconds")
+    measured["loop_seconds"] = _loop_seconds(lab, device())
     progress("take_row_seconds")
     measured["take_row_seconds"] = _row_seconds(lab, "q[n]j->nj", device())
     progress("add_row_seconds")
@@ -269,4 +288,4 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     return dataclasses.replace(device(), name=lab.key.kind, source=source)
 
 
-STAGES = 13
+STAGES = 14

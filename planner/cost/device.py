@@ -58,6 +58,8 @@ class Device:
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
         add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take.
+        loop_seconds: what torch's and NumPy's elementwise loops take to begin with two runs of neighbours. What they
+            take for single elements and sums of short runs is in proportion.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
             with the least of the three, up to `flop_rate`.
         products: FLOP/s of products by shape class, for each entry of `planner.cost.products.CLASSES`. They take the
@@ -90,6 +92,7 @@ class Device:
     half_rate: float = 0.0
     link_bandwidth: float = float("inf")
     link_seconds: float = 0.0
+    loop_seconds: float = 3e-8
     products: tuple[float, ...] = dataclasses.field(default=(), hash=False, repr=False)
     kind: str = "cpu"
     capability: int = 0

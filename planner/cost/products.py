@@ -3,7 +3,8 @@
 Small sides change a product's FLOP/s by a factor of a hundred, and by which side it is: torch multiplies a batch of 64
 rows by 4 columns, and 64 terms, at a sixth of the rate of one such product. No formula in one parameter says so for all
 frameworks. So a table holds the rates at a few sizes of each side, in a batch and alone; between them, the logarithm of
-the rate is linear in the logarithms of the sides.
+the rate is linear in the logarithms of the sides. A side of 2 or 3 takes as long as one of 4: a product with a vector is
+another function, and says nothing about them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ _LOGS = tuple(map(math.log, SIDES))
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(size: int) -> tuple[int, float]:
-    """Return the entry of `SIDES` before a size, and how far the size is on the way to the next one."""
+def _place(size: int) -> tuple[int, float, float]:
+    """Return the entry of `SIDES` before a size, how far it is on the way to the next one, and the part that it fills."""
+    if 1 < size < SIDES[1]:
+        return 1, 0.0, size / SIDES[1]
     log = math.log(min(max(size, 1), SIDES[-1]))
     at = min(bisect.bisect_right(_LOGS, log), len(SIDES) - 1) - 1
-    return at, (log - _LOGS[at]) / (_LOGS[at + 1] - _LOGS[at])
+    return at, (log - _LOGS[at]) / (_LOGS[at + 1] - _LOGS[at]), 1.0
 
 
 def class_rate(rates: tuple[float, ...], batched: bool, rows: int, columns: int, terms: int) -> float:
@@ -46,19 +49,20 @@ def class_rate(rates: tuple[float, ...], batched: bool, rows: int, columns: int,
         terms: the number of terms of its sums.
     """
     count, log = len(SIDES), 0.0
-    (i, u), (j, v), (k, w) = _place(rows), _place(columns), _place(terms)
+    (i, u, some), (j, v, of_columns), (k, w, of_terms) = _place(rows), _place(columns), _place(terms)
     base = ((batched * count + i) * count + j) * count + k
     for row, share in ((0, 1 - u), (count * count, u)):
         for column, part in ((0, 1 - v), (count, v)):
             at = base + row + column
             if share * part:
                 log += share * part * ((1 - w) * math.log(rates[at]) + w * math.log(rates[at + 1]))
-    return math.exp(log)
+    return math.exp(log) * some * of_columns * of_terms
 
 
 def most_rate(rates: tuple[float, ...], least: Any) -> Any:
     """Return a rate that no product exceeds whose least side is `least` or less; `least` may be an array."""
-    return np.exp(np.interp(np.log(np.maximum(least, 1)), _LOGS, _most_logs(rates)))
+    most = _most_logs(rates)
+    return np.exp(np.where(least > 1, np.interp(np.log(np.maximum(least, SIDES[1])), _LOGS, most), most[0]))
 
 
 @functools.lru_cache(maxsize=64)
