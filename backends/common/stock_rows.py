@@ -36,7 +36,7 @@ __all__ = [
 # What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
 # innermost runs of neighbours at a time, whether of 3 x 3 or of 16 x 16 elements, in one part. It goes through short
 # runs element by element, and through longer ones as vectors. Each sum of neighbours takes the same time, whatever
-# their number. These are the parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22, where one took 30 ns.
+# their number. These are the parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22; one took 30 ns.
 _ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS = 1.3 / 30, 2 / 30, 10 / 30
 _SHORT_RUN = 8
 # Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer

@@ -2,9 +2,9 @@
 
 Small sides change a product's FLOP/s by a factor of a hundred, and by which side it is: torch multiplies a batch of 64
 rows by 4 columns, and 64 terms, at a sixth of the rate of one such product. No formula in one parameter says so for all
-frameworks. So a table holds the rates at a few sizes of each side, in a batch and alone; between them, the logarithm of
-the rate is linear in the logarithms of the sides. A side of 2 or 3 takes as long as one of 4: a product with a vector is
-another function, and says nothing about them.
+frameworks. So a table holds the rates at a few sizes of each side, in a batch and alone; between them, the logarithm
+of the rate is linear in the logarithms of the sides. A side of 2 or 3 takes as long as one of 4: a product with a
+vector is another function, and says nothing about them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOGS = tuple(map(math.log, SIDES))
 
 @functools.lru_cache(maxsize=4096)
 def _place(size: int) -> tuple[int, float, float]:
-    """Return the entry of `SIDES` before a size, how far it is on the way to the next one, and the part that it fills."""
+    """Return the entry of `SIDES` before a size, how far it is on the way to the next, and the part that it fills."""
     if 1 < size < SIDES[1]:
         return 1, 0.0, size / SIDES[1]
     log = math.log(min(max(size, 1), SIDES[-1]))
