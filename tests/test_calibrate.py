@@ -19,6 +19,7 @@ from planner.calibrate import labs, measurements, predictions
 from planner.cost import rates
 from planner.cost.device import CPU, GPU, H200, PRESETS, gpu_preset
 from planner.cost.figures import Work
+from planner.cost.products import CLASSES, SIDES, class_rate
 from planner.search.slicing import make_loop
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -38,7 +39,8 @@ def folder(nothing_old_is_collected, tmp_path, monkeypatch):
 
 def test_what_is_written_is_read():
     infinite = dataclasses.replace(STORED, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, fresh_bytes=0)
-    for device in (STORED, infinite):
+    classes = dataclasses.replace(STORED, products=tuple(map(float, range(1, len(CLASSES) + 1))))
+    for device in (STORED, infinite, classes):
         path = rates.write(device, KEY)
         assert rates.read(KEY) == device
         json.loads(path.read_text(), parse_constant=pytest.fail)
@@ -59,9 +61,10 @@ def with_rate(name, value):
 BAD_RATES = [
     ("flop_rate", 0), ("flop_rate", None), ("flop_rate", "fast"), ("flop_rate", True), ("bandwidth", -1.0),
     ("bandwidth", math.nan), ("launch_seconds", math.inf), ("fresh_bytes", 1.5), ("speed_of_light", 3e8),
+    ("products", None), ("products", [1e9]), ("products", [0.0] * len(CLASSES)), ("products", [True] * len(CLASSES)),
 ]  # fmt: skip
 BAD_FIELDS = [
-    {"format": "another tool's"}, {"version": 0}, {"version": 2}, {"key": {"machine": "another"}}, {"rates": None},
+    {"format": "another tool's"}, {"version": 0}, {"version": 3}, {"key": {"machine": "another"}}, {"rates": None},
     {"rates": {}}, {"source": None},
 ]  # fmt: skip
 
@@ -227,6 +230,7 @@ def test_measured_rates_are_rates(monkeypatch):
     ticks = iter(range(10**9))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     lab = labs.Lab()
+    lab.is_tiny = True
     stages = []
     device = measurements.measure(lab, stages.append)
     assert len(stages) == measurements.STAGES
@@ -254,13 +258,11 @@ class _Told:
 
     key, is_tiny = KEY, False
 
-    def empty(self, count):
-        return count
+    def filling(self, count, anew):
+        return partial(tuple, (count, anew))
 
-    def fill(self, x):
-        """Take no time."""
-
-    copy = normal = fill
+    def copying(self, count):
+        return partial(tuple, (count,))
 
 
 @pytest.mark.parametrize(
@@ -271,23 +273,56 @@ def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch, sma
     """Where each new byte costs `small` seconds beyond the writing, and `large` beyond a bound of megabytes."""
 
     def seconds(lab, run):
-        size = 4 * run.args[-1]
-        slope = large if size > bound * measurements.MEGABYTE else small
-        return size / 1e10 + (slope * size if run.func is measurements._fill_new else 0)
+        count, anew = run.args[0]
+        slope = large if 4 * count > bound * measurements.MEGABYTE else small
+        return 4 * count / 1e10 + slope * 4 * count * anew
 
-    monkeypatch.setattr(measurements, "lab_seconds", seconds)
+    monkeypatch.setattr(measurements, "seconds_of", seconds)
     found = measurements._fresh(_Told())
     assert found.pop("fresh_bytes") == fresh * measurements.MEGABYTE
     assert found == {"fresh_bandwidth": pytest.approx(1 / large), "reused_bandwidth": pytest.approx(1 / small)}
 
 
 def test_rates_are_work_by_time(monkeypatch):
-    monkeypatch.setattr(measurements, "lab_seconds", lambda lab, run: 0.5)
+    monkeypatch.setattr(measurements, "seconds_of", lambda lab, run, blocks=7: 0.5)
     monkeypatch.setattr(measurements, "_step", lambda lab, spec, *shapes: None)
     assert measurements._bandwidth(_Told()) == 2 * 128 * 2**20 / 0.5
-    assert measurements._flop_rate(_Told()) == 2 * 1024**3 / 0.5
+    assert measurements._flop_rate(_Told()) == 2 * 512**3 / 0.5
     assert measurements._skinny_rate(_Told()) == 2 * 4 * 1024**2 / 0.5
     assert measurements._half_rate(_Told()) == 0
+
+
+def test_a_cache_holds_what_is_copied_nearly_as_fast_as_less(monkeypatch):
+    """Copies of up to 4 MiB, which move 8, run at 100 GB/s here, larger ones at 10."""
+    monkeypatch.setattr(
+        measurements, "seconds_of", lambda lab, run: 8 * run.args[0][0] / (1e11 if run.args[0][0] <= 2**20 else 1e10)
+    )
+    found = measurements._cache(_Told(), 1e10)
+    assert found == {"cache_bytes": 2**23, "cache_bandwidth": pytest.approx(1e11)}
+
+
+def test_products_are_measured_by_class_without_their_launch(monkeypatch):
+    """On a machine whose products take 1 us and 0.5 ns for each multiplication, all classes have one rate."""
+    monkeypatch.setattr(measurements, "_product", lambda lab, *sizes: partial(tuple, sizes))
+    monkeypatch.setattr(measurements, "seconds_of", lambda lab, run, blocks: 1e-6 + 5e-10 * math.prod(run.args[0]))
+    found = measurements._products(_Told(), 1e-6)
+    assert len(found) == len(CLASSES)
+    for rate, (batched, *sides) in zip(found, CLASSES, strict=True):
+        if batched or math.prod(sides) > 1000:  # others take a small part of the time of their launch
+            assert rate == pytest.approx(4e9)
+
+
+def test_rates_between_classes_are_geometric_means():
+    """The rate of a class is that of its entry; half-way between two sides it is the geometric mean."""
+    products = tuple(1e9 * (1 + n % 7) * (2 if batched else 1) for n, (batched, *_) in enumerate(CLASSES))
+    for rate, (batched, *sides) in zip(products, CLASSES, strict=True):
+        assert class_rate(products, batched, *sides) == pytest.approx(rate)
+    device = dataclasses.replace(CPU, flop_rate=1e12, products=products)
+    ends = [device.product_rate(side, 16, 64) for side in (4, 16)]
+    assert device.product_rate(8, 16, 64) == pytest.approx(math.sqrt(ends[0] * ends[1]))
+    assert device.product_rate(3, 16, 64) == pytest.approx(0.75 * device.product_rate(4, 16, 64))
+    assert device.product_rate(4096, 16, 64, batch=2) == device.product_rate(SIDES[-1], 16, 64, batch=9)
+    assert dataclasses.replace(device, flop_rate=1e9).product_rate(8, 16, 64) == 1e9
 
 
 @pytest.fixture
@@ -300,6 +335,7 @@ def test_the_check_times_every_step(small):
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
     assert "within 2x" in predictions.check_text(found)
+    assert {t.framework for t in found} == set(installed_frameworks())
     with pytest.raises(planner.PlannerError, match="no workload 'nothing'"):
         predictions.check(["nothing"])
 
@@ -308,7 +344,8 @@ def test_the_check_says_what_share_was_within_twice():
     step = partial(predictions.StepTime, "numpy", "w", "ij -> i", "sum", False, 1.0)
     times = [step(seconds) for seconds in (0.5, 1.9, 2.0, 2.1)]
     lines = predictions.check_text(times).splitlines()
-    assert lines[-2:] == ["numpy: 3 of 4 steps within 2x, 75%", "within 2x: 75% of 4 steps"]
+    of_all = "of 4 steps 0% within 1.5x, 75% within 2x"
+    assert lines[-2:] == [f"numpy: {of_all}", f"all: {of_all}"]
     assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
 
 

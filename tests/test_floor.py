@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from conftest import examples, installed_frameworks
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
 from planner.cost.layout import permuted
 from planner.cost.objective import OBJECTIVES, step_key
+from planner.cost.products import CLASSES
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Spec, replace_gathers
 from planner.program.build import Lowerer
@@ -44,6 +46,12 @@ DEVICES = st.one_of(
         take_row_seconds=st.sampled_from((0.0, 5e-9)),
         add_row_seconds=st.sampled_from((0.0, 4e-8)),
         kind=st.sampled_from(("cpu", "cuda")),
+        products=st.one_of(
+            st.just(()),
+            st.integers(0, 2**32).map(
+                lambda seed: tuple(random.Random(seed).choices((1e8, 1e9, 1e11), k=len(CLASSES)))
+            ),
+        ),
     ),
 )
 

@@ -344,21 +344,15 @@ def matmul_product(
 
         first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
-    left, right = form.left, form.right
-    swapped = out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left)
+    swapped, orders, lengths = _matrix_views(form, spec, stacks)
     if swapped:
-        terms, left, right = terms[::-1], right, left
-    m, n, k = len(left), len(right), len(form.contracted)
-    lead: tuple[int, ...] = (len(form.batch),) if form.batch else ()
-    if stacks and (m, n, k) == (1, 1, 1):
-        lead = (1,) * len(form.batch)
-    first = view(terms[0], (*form.batch, *left, *form.contracted), (*lead, m, k))
-    second = view(terms[1], (*form.batch, *form.contracted, *right), (*lead, k, n))
-    order = (*form.batch, *left, *right)
+        terms = terms[::-1]
+    first, second = (view(*each) for each in zip(terms, orders, lengths, strict=False))
+    order = orders[2]
     back = viewing(permute, [order.index(e) for e in out], (1,) * len(out))
     # Where the size of each axis is found: the operand and its dimension.
     places = [(0, terms[0].index(e)) if e in terms[0] else (1, terms[1].index(e)) for e in order]
-    parts = any(length != 1 for length in (*lead, m, n))
+    parts = any(length != 1 for length in lengths[2])
 
     def product(a: Any, b: Any) -> Any:
         x = matmul(first(a), second(b))
@@ -368,3 +362,45 @@ def matmul_product(
         return back(x)
 
     return (lambda a, b: product(b, a)) if swapped else product
+
+
+def is_swapped(form: ProductForm, spec: Spec) -> bool:
+    """Return whether the second operand is the first factor of `matmul_product`, so that nothing is permuted."""
+    out = term_axes(spec.output)
+    return (*form.batch, *form.left, *form.right) != out == (*form.batch, *form.right, *form.left)
+
+
+def _matrix_views(
+    form: ProductForm, spec: Spec, stacks: bool
+) -> tuple[bool, tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Return how `matmul_product` views two operands and the result as matrices.
+
+    Returns:
+        whether the second operand is the first factor; for the factors and the result, the order of their axes; and of
+        how many axes each dimension of their matrices is made.
+    """
+    left, right, swapped = form.left, form.right, is_swapped(form, spec)
+    if swapped:
+        left, right = right, left
+    m, n, k = len(left), len(right), len(form.contracted)
+    lead: tuple[int, ...] = (len(form.batch),) if form.batch else ()
+    if stacks and (m, n, k) == (1, 1, 1):
+        lead = (1,) * len(form.batch)
+    orders = (
+        (*form.batch, *left, *form.contracted),
+        (*form.batch, *form.contracted, *right),
+        (*form.batch, *left, *right),
+    )
+    return swapped, orders, ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+
+
+def count_views(form: ProductForm, spec: Spec, stacks: bool) -> int:
+    """Return how many views `matmul_product` makes of its operands and its result; args are its own."""
+    terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
+    if not form.contracted:
+        orders = [[*(e for e in out if e in term), *(e for e in term if e not in out)] for term in terms]
+        return sum((order != [*term]) + (set(term) != set(out)) for order, term in zip(orders, terms, strict=True))
+    swapped, (first, second, result), lengths = _matrix_views(form, spec, stacks)
+    terms = [*(terms[::-1] if swapped else terms), out]
+    reordered = sum(order != term for order, term in zip((first, second, result), terms, strict=True))
+    return reordered + sum(any(length != 1 for length in each) for each in lengths)

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from planner.backends.common.run import prepare_loop
-from planner.backends.common.stock import ArrayOps, evaluation
-from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
+from planner.backends.common.stock import ArrayOps, count_views, evaluation, is_swapped
+from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
@@ -22,17 +22,33 @@ from planner.program.implementations import LOOP, MASK, Implementation, Prepared
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
-__all__ = ["flat_stock_work", "runs_of", "short_run_seconds", "stock_kind", "stock_rows", "stock_work"]
+__all__ = [
+    "SCATTERED_LAUNCHES",
+    "VIEW_LAUNCHES",
+    "flat_stock_work",
+    "runs_of",
+    "short_run_seconds",
+    "stock_kind",
+    "stock_rows",
+    "stock_work",
+]
 
-# Seconds that torch's elementwise loops take besides moving memory. A loop takes the two innermost runs of neighbours
-# at a time, whether of 3 x 3 or of 16 x 16 elements. It goes through short runs element by element, and through longer
-# ones as vectors. Each sum of neighbours takes the same time, whatever their number. 2 cores of an Intel Xeon at 2.8
-# GHz, torch 2.13, 2026-11-22.
-_BLOCK_SECONDS, _ELEMENT_SECONDS, _VECTORS_SECONDS, _SUM_SECONDS = 30e-9, 1.3e-9, 2e-9, 10e-9
+# What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
+# innermost runs of neighbours at a time, whether of 3 x 3 or of 16 x 16 elements, in one part. It goes through short
+# runs element by element, and through longer ones as vectors. Each sum of neighbours takes the same time, whatever
+# their number. These are the parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22; one took 30 ns.
+_ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS = 1.3 / 30, 2 / 30, 10 / 30
 _SHORT_RUN = 8
 # Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer
 # vectors.
 _SCATTERED_SECONDS = 20e-9
+# Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
+# 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
+_STRIDED_SECONDS = 2e-9
+# How many operators, as to their time, a view takes in torch; a product by element that is not contiguous, which
+# allocates its result first, takes besides; and so do a take and a segment sum of rows: 1.4, 1.3, 3.5 and 6.5 us if a
+# product of contiguous operands takes 1.8 to 2.4 (AMD EPYC, torch 2.13, 2026-11-25).
+VIEW_LAUNCHES, SCATTERED_LAUNCHES, _TAKE_LAUNCHES, _ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
 # How many operators, as to their time, it takes torch to make one flat index for several dimensions: 6 us were measured
 # for `nikq[n] -> nik`, which takes 2 us more. AMD EPYC, torch 2.13, 2026-11-25.
 _FLAT_LAUNCHES = 2
@@ -120,20 +136,19 @@ def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[li
     return runs, not held or any(held[-1])
 
 
-def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> float:
+def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec, device: Device) -> float:
     """Return the seconds that an elementwise loop takes for short runs, as in a million products of (3, 1) by (1, 3).
 
-    Args are those of `runs_of`.
+    Args are those of `runs_of`, and the rates.
     """
     runs, in_a_term = runs_of(order, terms, spec)
     if len(runs) < 2:
         return 0.0
     rows, run = math.prod(runs[:-1]), runs[-1]
     if not in_a_term:
-        return rows * _SUM_SECONDS
-    return math.prod(runs[:-2]) * _BLOCK_SECONDS + rows * (
-        run * _ELEMENT_SECONDS if run <= _SHORT_RUN else _VECTORS_SECONDS
-    )
+        return rows * _SUM_LOOPS * device.loop_seconds
+    turns = rows * (run * _ELEMENT_LOOPS if run <= _SHORT_RUN else _VECTORS_LOOPS)
+    return (math.prod(runs[:-2]) + turns) * device.loop_seconds
 
 
 def flat_stock_work(op: Op, device: Device) -> list[Work]:
@@ -143,6 +158,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         return [Work(launches=1)]
     if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
         return [*parts, Work(scratch=4 * sum(map(math.prod, (*op.input_shapes, *op.output_shapes))))]
+    if kind in ("matmul", "multiply") and device.kind == "cpu":
+        parts.append(Work(launches=_view_launches(op)))
     if kind == "matmul" and device.kind == "cpu":
         form = product_form(spec)
         assert form is not None
@@ -152,16 +169,43 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
-        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec)))
+        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec, device)))
     if kind in ("matmul", "multiply"):
         return parts
     flat = sum(len(indexed_dims(term)) > 1 for term in spec.terms)
-    parts.append(Work(launches=_FLAT_LAUNCHES * flat))
+    more = _row_launches(spec) if device.kind == "cpu" else 0.0
+    inner = any(indexed_dims(term) not in ((), tuple(range(len(indexed_dims(term))))) for term in spec.inputs)
+    scattered = joint_elements(spec) * _STRIDED_SECONDS if inner and device.kind == "cpu" else 0.0
+    parts.append(Work(launches=_FLAT_LAUNCHES * flat + more, seconds=scattered))
     scratch = _flat_index_bytes(spec)
     if op.dtype in HALF_TYPES and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
+
+
+def _row_launches(spec: Spec) -> float:
+    """Return how many operators more, as to their time, torch takes to read and write rows through index arrays."""
+    launches = 0.0
+    for number, term in enumerate(spec.terms):
+        if term_gathers(term):
+            indexed = indexed_dims(term)
+            views = 2 * (len(row_axes(term)) > 1) + (indexed != tuple(range(len(indexed))))
+            launches += (_ADD_LAUNCHES if number == len(spec.inputs) else _TAKE_LAUNCHES) + VIEW_LAUNCHES * views
+    return launches + 2 * VIEW_LAUNCHES * (launches > 0 and len(spec.inputs) == 2)
+
+
+def _view_launches(op: Op) -> float:
+    """Return how many operators, as to their time, torch's views and copies of the operands of a product take."""
+    form, spec, layouts = product_form(op.spec), op.spec, op.layouts or (None, None)
+    assert form is not None
+    views = count_views(form, spec, stacks=True)
+    if not form.contracted:
+        return VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
+    if not form.batch and len(form.left) == len(form.right) == len(form.contracted) == 1:  # two matrices
+        return 0.0
+    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
+    return VIEW_LAUNCHES * views + sum(matrix_copies(*each, spec) > 0 for each in operands)
 
 
 def stock_work(op: Op, device: Device) -> list[Work]:
@@ -186,8 +230,9 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         batch, m, n, k = form.sizes
         # Copies are made before the product begins, so the times add up.
         copies = Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None)))
-        rate = device.product_rate(m, n, k, op.dtype)
-        return [copies, work._replace(rate=rate, matrices=batch if batch > 1 else 0)]
+        rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
+        rate = device.product_rate(rows, columns, k, op.dtype, batch)
+        return [copies, work._replace(rate=rate, matrices=device.matrices(batch))]
     taken, added = _count_rows(spec)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):

@@ -19,8 +19,8 @@ from planner.language.derive import swap_with_output
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "dot_orders", "fused_takes", "is_folded",
-           "is_strided", "join_axes", "multiply_and_add", "multiply_flat"]  # fmt: skip
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "dot_orders", "factors", "fused_takes",
+           "is_folded", "is_strided", "join_axes", "multiply_and_add", "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -152,6 +152,11 @@ def _copy_weight(order: Sequence[str], other: Sequence[str], sizes: Mapping[str,
         return 0.3
     kept = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(order, other, strict=True))))
     return 0.4 if math.prod(sizes[axis] for axis in order[kept:]) <= _BLOCK else 1.0
+
+
+def factors(spec: Spec, lean: bool = False) -> tuple[int, int]:
+    """Return the numbers of the operands that are the first and the second factor of a product."""
+    return _arrangement(spec, lean)[:2]
 
 
 def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Term, contracted: Term) -> tuple[int, ...]:

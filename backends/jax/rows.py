@@ -31,6 +31,7 @@ from planner.backends.jax.products import (
     as_dot,
     count_copied,
     count_reordered,
+    factors,
     fused_takes,
     is_folded,
     is_strided,
@@ -68,6 +69,9 @@ _EIGEN_RATE = 0.5
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
 _REORDERED_IN_CACHE = 3e-10
+# How many operators, as to their time, a call of XLA's matrix product takes; it multiplies with vectors in a loop: 5.6
+# and 3.6 us for a few numbers (AMD EPYC, JAX 0.10.2, 2026-11-25).
+_CALL_LAUNCHES = 1.6
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
 # Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
@@ -98,17 +102,21 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
         return [*parts, Work(moved=2 * copied, copied=copied, scratch=copied + index - fused)]
     form = product_form(op.spec)
     assert form is not None
-    side = min(form.sizes[1:])
-    rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
-    if min(form.sizes[1:3]) == 1:  # XLA multiplies with vectors in one loop, without a call for each
-        rate, parts = (
-            _VECTOR_RATE * device.flop_rate,
-            [part._replace(matrices=0, rate=device.flop_rate) for part in parts],
-        )
-    if is_folded(op.spec, lean):
-        rate *= _EIGEN_RATE
-    at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
-    slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
+    batch, *sides = form.sizes
+    slower, one_side = 0.0, 1 in sides[:2]
+    if device.products:
+        rows, columns = sides[:2] if factors(op.spec, lean) == (0, 1) else sides[1::-1]
+        rate = device.product_rate(rows, columns, sides[2], op.dtype, batch)
+        rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
+        parts[-1] = parts[-1]._replace(rate=rate, launches=1 if one_side else _CALL_LAUNCHES)
+    else:
+        rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
+        if one_side:  # XLA multiplies with vectors in one loop, without a call for each
+            rate = _VECTOR_RATE * device.flop_rate
+            parts = [part._replace(matrices=0, rate=device.flop_rate) for part in parts]
+        rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
+        at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
+        slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
     copies = count_reordered(op.spec, lean)
     more = copies.elements * size - sum(part.copied for part in parts)
     each = _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE

@@ -92,9 +92,10 @@ def _empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     return np.empty(shape, dtype)
 
 
-# Seconds that NumPy's elementwise loops take besides moving memory: for each run of neighbours, for each element, and
-# for each sum of neighbours; 2 cores of an Intel Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
-_RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
+# What NumPy's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`: for each run of
+# neighbours, for each element, and for each sum of neighbours: 16, 0.3 and 25 ns where it is 30; 2 cores of an Intel
+# Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
+_RUN_LOOPS, _ELEMENT_LOOPS, _SUM_LOOPS = 16 / 30, 0.3 / 30, 25 / 30
 
 
 def _work(op: Op, device: Device) -> list[Work]:
@@ -107,8 +108,8 @@ def _work(op: Op, device: Device) -> list[Work]:
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
     runs, in_a_term = runs_of(term_axes(order), terms, spec)
     rows, elements = math.prod(runs[:-1]), math.prod(runs)
-    seconds = rows * (_RUN_SECONDS if in_a_term else _SUM_SECONDS) + elements * _ELEMENT_SECONDS * in_a_term
-    return [*parts, Work(seconds=seconds)]
+    loops = rows * (_RUN_LOOPS if in_a_term else _SUM_LOOPS) + elements * _ELEMENT_LOOPS * in_a_term
+    return [*parts, Work(seconds=loops * device.loop_seconds)]
 
 
 class NumpyBackend(Backend):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import Product, viewing
+from planner.backends.common.stock import Product, count_views, viewing
 from planner.backends.common.stock_layout import matrix_copies, product_copies
-from planner.backends.common.stock_rows import short_run_seconds
+from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES, short_run_seconds
 from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -36,6 +36,8 @@ MULTIPLY_SUM = "multiply, then sum"
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
+# How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us.
+_SLICE_LAUNCHES = 4.3
 
 
 def product_rows() -> list[Implementation]:
@@ -59,7 +61,8 @@ def _least(op: Op, device: Device, launches: int) -> StepCost:
     if form is None:
         return StepCost()
     batch, m, n, k = form.sizes
-    seconds = 2 * batch * m * n * k / device.product_rate(m, n, k, op.dtype) if form.contracted else 0.0
+    most = float(device.most_product_rate(min(m, n, k), op.dtype))
+    seconds = 2 * batch * m * n * k / most if form.contracted else 0.0
     return StepCost(picoseconds=int(1e12 * (seconds + launches * device.launch_seconds)))
 
 
@@ -131,7 +134,7 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
     wait = 0.0
     if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
         wait = min(device.work_seconds(work), count * _WAIT_SECONDS)
-    return [work, Work(launches=count, seconds=wait)]
+    return [work, Work(launches=count * (_SLICE_LAUNCHES if device.kind == "cpu" else 1), seconds=wait)]
 
 
 def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -194,8 +197,10 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     _, form, spec = batched
     batch, m, n, k = form.sizes
     wide, result = math.prod(spec.output_shape) * itemsize(op.dtype), op.result_bytes()
-    read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype)
-    product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), matrices=batch)
+    read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
+    views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
+    product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
+                   matrices=device.matrices(batch))  # fmt: skip
     return [product, Work(moved=wide + result, fresh=(result,), launches=2)]
 
 
@@ -236,8 +241,11 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     if device.kind != "cpu":
         return [product, total]
     order = _summed_order(spec)
-    short = short_run_seconds(order, spec.inputs, spec) + short_run_seconds(order, [spec.output], spec)
-    return [product, total, Work(seconds=short)]
+    short = sum(short_run_seconds(order, terms, spec, device) for terms in (spec.inputs, [spec.output]))
+    axes = [term_axes(term) for term in spec.inputs]
+    views = sum(([e for e in order if e in each] != [*each]) + (len(each) < len(order)) for each in axes)
+    launches = VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
+    return [product, total, Work(launches=launches, seconds=short)]
 
 
 def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

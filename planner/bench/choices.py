@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from planner.bench.timing import Result, Settings, equal, seconds_in_peace
+from planner.bench.corpus import corpus
+from planner.bench.timing import SCALES, Result, Settings, equal, seconds_in_peace
+from planner.calibrate.predictions import FACTORS, check_workload
 from planner.cost.device import PRESETS, Device
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
@@ -28,10 +30,18 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import Program, Step
 from planner.search.alternatives import alternatives
-from planner.timing import block_seconds, timed
+from planner.timing import block_seconds, least_seconds, timed
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["compare_lowerings", "known_plans", "main", "plan_on_card", "predictions"]
+__all__ = [
+    "compare_lowerings",
+    "corpus_choices",
+    "known_plans",
+    "main",
+    "plan_on_card",
+    "predicted_steps",
+    "predictions",
+]
 
 # Plans with a larger peak are left out. After one round, so are plans that take this much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
@@ -62,6 +72,45 @@ def compare_lowerings(framework: Framework, settings: Settings) -> Iterator[Resu
         ratio = medians[OURS] / medians[fastest]
         rounds = len(times[OURS])
         yield Result("lowerings", framework, what, 1.15, ratio, at_most=True, medians=shown, rounds=rounds)
+
+
+def predicted_steps(framework: Framework, settings: Settings, every: int = 1) -> Iterator[Result]:
+    """Compare predicted times of the steps of the corpus with measured ones, by rates that `calibrate` just measured.
+
+    A target is the share of steps within a factor; `every` takes each so-manieth row of the corpus.
+    """
+    for scale in SCALES:
+        times = [time for row in corpus(scale)[::every] for time in check_workload(framework, row)]
+        for factor, target in zip(FACTORS, (0.8, 0.92), strict=True):
+            share = sum(time.within(factor) for time in times) / len(times)
+            what = f"share of {len(times)} steps of the corpus at {scale}, predicted within {factor:g}x"
+            yield Result("predictions", framework, what, target, share)
+
+
+def corpus_choices(framework: Framework, settings: Settings, every: int = 1) -> Iterator[Result]:
+    """Compare the chosen plans of the corpus with the fastest that the planner considered, forward and with gradients.
+
+    The target is the share of rows whose chosen plan takes at most 1.15 times as long as the fastest.
+    """
+    for scale in SCALES:
+        for gradients in (False, True):
+            ratios: dict[str, float] = {}
+            for row in corpus(scale)[::every]:
+                workload = row if gradients else dataclasses.replace(row, gradients=(False,) * len(row.shapes))
+                operands, indices = workload.operands(framework), workload.indices(framework)
+                plan = _plan(workload, framework, operands, indices)
+                trial = load_backend(framework).trial
+                plans = {OURS: plan, **known_plans(plan)}
+                runs = {label: run for label, p in plans.items() if (run := trial(p, operands, indices)) is not None}
+                times = [{label: least_seconds(run, blocks=5) for label, run in runs.items()} for _ in range(3)]
+                least = {label: min(found[label] for found in times) for label in runs}
+                ratios[row.spec] = least[OURS] / min(least.values())
+            share = sum(ratio <= 1.15 for ratio in ratios.values()) / len(ratios)
+            worst = sorted(ratios, key=lambda spec: ratios[spec])[-5:]
+            shown = ", ".join(f"{spec} {ratios[spec]:.2f}x" for spec in reversed(worst))
+            kind = "with gradients" if gradients else "forward"
+            what = f"share of {len(ratios)} rows at {scale}, {kind}, within 1.15x of the fastest plan; worst {shown}"
+            yield Result("corpus-choices", framework, what, 0.95, share)
 
 
 def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:

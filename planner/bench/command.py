@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from planner.bench.choices import compare_lowerings
+from planner.bench.choices import compare_lowerings, corpus_choices, predicted_steps
 from planner.bench.corpus import compare_corpus
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.families import families
@@ -32,6 +32,8 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "warm-call": warm_call,
     "families": families,
     "lowerings": compare_lowerings,
+    "predictions": predicted_steps,
+    "corpus-choices": corpus_choices,
     "large-networks": large_networks,
     "corpus": compare_corpus,
 }

@@ -18,6 +18,7 @@ from planner.calibrate.measurements import STAGES, measure
 from planner.calibrate.predictions import check, check_text
 from planner.cost import rates
 from planner.cost.device import Device
+from planner.cost.products import CLASSES, SIDES
 from planner.language.errors import PlannerError
 from planner.progress import Progress
 from planner.workloads import WORKLOADS
@@ -29,8 +30,27 @@ def rates_text(device: Device, preset: Device) -> str:
     """Return a table with the measured rates beside those of the preset."""
     lines = [device.source, f"  {'':18} {'preset':>12} {'measured':>12}"]
     for name in rates.rate_fields():
+        if name == "products":
+            lines.append(
+                f"  {name:18} {'below' if preset.products else 'none':>12} {'below' if device.products else 'none':>12}"
+            )
+            continue
         lines.append(f"  {name:18} {getattr(preset, name):12.4g} {getattr(device, name):12.4g}")
+    if device.products:
+        lines += ["  GFLOP/s of products, alone and in a batch, by rows, columns (from left to right) and terms:"]
+        lines += _classes_text(device.products)
     return "\n".join(lines)
+
+
+def _classes_text(products: Sequence[float]) -> list[str]:
+    """Return a line for each number of rows and of terms, alone and in a batch."""
+    rates_of = dict(zip(CLASSES, products, strict=True))
+    return [
+        f"  {rows:6} {terms:6}  {' '.join(f'{rates_of[False, rows, n, terms] / 1e9:7.2f}' for n in SIDES)}"
+        f"   {' '.join(f'{rates_of[True, rows, n, terms] / 1e9:7.2f}' for n in SIDES)}"
+        for rows in SIDES
+        for terms in SIDES
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    with closing(Progress(2 * len(options.check or WORKLOADS))) as progress:
+    with closing(Progress(3 * len(options.check or WORKLOADS))) as progress:
         times = check(options.check, progress)
     print(json.dumps([dataclasses.asdict(t) for t in times], indent=1) if options.json else check_text(times))
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from planner.program.frameworks import load_backend
 
 __all__ = ["Lab", "make_labs"]
 
-Framework = Literal["torch", "numpy"]
+Framework = Literal["torch", "numpy", "jax"]
 
 
 class Lab:
@@ -43,17 +44,18 @@ class Lab:
         """Return random int64 numbers below a bound."""
         return self.rng.integers(0, high, shape)
 
-    def empty(self, count: int) -> Any:
-        """Allocate an array of float32, uninitialised."""
-        return np.empty(count, np.float32)
+    def filling(self, count: int, anew: bool) -> Callable[[], Any]:
+        """Return a function that writes an array of float32: in memory that it allocates anew, or in memory in use."""
+        old = np.ones(count, np.float32)
+        return (lambda: np.empty(count, np.float32).fill(1)) if anew else partial(old.fill, 1)
 
-    def fill(self, x: Any) -> None:
-        """Write every element of an array."""
-        x.fill(1)
+    def copying(self, count: int) -> Callable[[], Any]:
+        """Return a function that copies an array of float32 into another one, whose memory is in use already."""
+        return partial(np.copyto, np.ones(count, np.float32), np.ones(count, np.float32))
 
-    def copy(self, x: Any, out: Any) -> None:
-        """Copy an array into another one, whose memory is in use already."""
-        np.copyto(out, x)
+    def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that runs a step, compiled if the framework compiles steps."""
+        return step
 
     def sort(self, x: Any) -> Any:
         """Return the stable order of small indices, sorted as the grouped kernels do it."""
@@ -63,8 +65,8 @@ class Lab:
         """Check an index array and sort it by group, as a call does whose index array is not prepared."""
         return load_backend(self.framework).group(x, size, "raise")
 
-    def finish(self) -> None:
-        """Wait until the device has finished all calls."""
+    def finish(self, result: Any) -> None:
+        """Wait until the device has finished all calls, of which this is the last one's result."""
 
 
 class TorchLab(Lab):
@@ -88,21 +90,67 @@ class TorchLab(Lab):
     def integers(self, high: int, *shape: int) -> Any:
         return self.torch.from_numpy(super().integers(high, *shape)).to(self.where)
 
-    def empty(self, count: int) -> Any:
-        return self.torch.empty(count, device=self.where)
+    def filling(self, count: int, anew: bool) -> Callable[[], Any]:
+        old = self.torch.ones(count, device=self.where)
+        return (lambda: self.torch.empty(count, device=self.where).fill_(1)) if anew else partial(old.fill_, 1)
 
-    def fill(self, x: Any) -> None:
-        x.fill_(1)
-
-    def copy(self, x: Any, out: Any) -> None:
-        out.copy_(x)
+    def copying(self, count: int) -> Callable[[], Any]:
+        x, out = self.torch.ones(2, count, device=self.where)
+        return partial(out.copy_, x)
 
     def sort(self, x: Any) -> Any:
         return self.torch.sort(x.to(self.torch.int16), stable=True).indices
 
-    def finish(self) -> None:
+    def finish(self, result: Any) -> None:
         if self.where.type == "cuda":
             self.torch.cuda.synchronize()
+
+
+class JaxLab(Lab):
+    """JAX on this machine's processor. Steps are jitted, and a program writes into memory in use that is donated."""
+
+    framework: Framework = "jax"
+
+    def __init__(self) -> None:
+        import jax
+
+        super().__init__()
+        self.jax, self.where = jax, jax.local_devices(backend="cpu")[0]
+        self.key = rates.Key(rates.cpu_name(), "jax", str(jax.__version__), "cpu")
+
+    def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return self.jax.jit(step)
+
+    def normal(self, *shape: int) -> Any:
+        return self.jax.device_put(super().normal(*shape), self.where)
+
+    def integers(self, high: int, *shape: int) -> Any:
+        return self.jax.device_put(super().integers(high, *shape), self.where)
+
+    def filling(self, count: int, anew: bool) -> Callable[[], Any]:
+        ones = self.jax.numpy.ones
+        if anew:
+            return partial(self.jax.jit(lambda x: self.jax.numpy.full(count, x)), ones(()))
+        return self._writing(lambda old, x: self.jax.numpy.full_like(old, x), ones(count), ones(()))
+
+    def copying(self, count: int) -> Callable[[], Any]:
+        return self._writing(lambda old, x: x + 1, *self.jax.numpy.ones((2, count)))
+
+    def _writing(self, function: Callable[..., Any], old: Any, x: Any) -> Callable[[], Any]:
+        """Return a function that writes a function of x into the memory of an old array, whose shape its result has."""
+        run, held = self.jax.jit(function, donate_argnums=0, keep_unused=True), [old]
+
+        def write() -> Any:
+            held[0] = run(held[0], x)
+            return held[0]
+
+        return write
+
+    def sort(self, x: Any) -> Any:
+        return self.jax.numpy.argsort(x, stable=True)
+
+    def finish(self, result: Any) -> None:
+        self.jax.block_until_ready(result)  # type: ignore[no-untyped-call]
 
 
 def make_labs() -> Iterator[Lab]:
@@ -113,3 +161,5 @@ def make_labs() -> Iterator[Lab]:
         if torch_lab.torch.cuda.is_available():
             yield TorchLab("cuda")
     yield Lab()
+    if importlib.util.find_spec("jax") is not None:
+        yield JaxLab()

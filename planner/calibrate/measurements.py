@@ -1,7 +1,7 @@
 """The rates of one framework on one device, measured in a lab.
 
 Most rates are measured by steps of the backend's own table, on shapes at which one rate decides the time. Rates of
-memory are measured by fills and copies. Every figure is a median, and every random array has a fixed seed.
+memory are measured by fills and copies. Every time is the least of several, and every random array has a fixed seed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,21 @@ from typing import Any
 
 from planner.calibrate.labs import Lab
 from planner.cost.device import Device
+from planner.cost.products import CLASSES, SIDES
 from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
-from planner.timing import median_seconds
+from planner.timing import least_seconds
 
 __all__ = ["STAGES", "measure"]
 
 MEGABYTE = 2**20
 
 
-def lab_seconds(lab: Lab, run: Callable[[], Any]) -> float:
-    """Return the median seconds of some runs, at most seven, until the device has finished."""
-
-    def finish() -> None:
-        run()
-        lab.finish()
-
-    return median_seconds(finish, 7, most_seconds=1.5)
+def seconds_of(lab: Lab, run: Callable[[], Any], blocks: int = 7) -> float:
+    """Time a call in a lab."""
+    return least_seconds(run, lab.finish, blocks)
 
 
 def _step(
@@ -47,19 +43,64 @@ def _step(
     op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
     names = [choice.lowering for choice in table.choices(op, lab.preset)]
     kind = next(name for name in names if (name == row if row else table.rows[name].stock))
-    inputs = [lab.normal(*shape) for shape in shapes]
-    index = RangedIndices(False, {gather: indices[gather.array] for gather in spec.gathers})
-    return lambda: table.run(kind, op, inputs, index)
+    run = table.rows[kind].prepared(op)
+
+    def step(inputs: Any, values: Any) -> Any:
+        return run(inputs, RangedIndices(False, zip(spec.gathers, values, strict=True)))
+
+    step, inputs = lab.compiled(step), [lab.normal(*shape) for shape in shapes]
+    return partial(step, inputs, [indices[gather.array] for gather in spec.gathers])
 
 
 def _flop_rate(lab: Lab) -> float:
     size = _side(lab)
-    return 2 * size**3 / lab_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
+    return 2 * size**3 / seconds_of(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)), blocks=20)
+
+
+def _products(lab: Lab, launch_seconds: float) -> tuple[float, ...]:
+    """Measure FLOP/s of products by shape class; on a graphics card none, where kernels have tiles of their own."""
+    if lab.key.kind != "cpu":
+        return ()
+    shapes = [_class_shape(*each) for each in CLASSES]
+    runs = [_product(lab, *shape) for shape in shapes]
+    # All are timed in turn, and then once more: what disturbs one is over by then.
+    times = [[seconds_of(lab, run, blocks=3) for run in runs] for _ in range(2)]
+    return tuple(
+        2 * math.prod(shape) / max(seconds - launch_seconds, 0.05 * seconds)
+        for shape, seconds in zip(shapes, map(min, *times), strict=True)
+    )
+
+
+def _class_shape(batched: bool, rows: int, columns: int, terms: int) -> tuple[int, int, int, int]:
+    """Return how many products of a class are timed, and of how many rows, columns and terms.
+
+    A batch is as large as fits in a megabyte. A single product that takes less time than its launch has more of the
+    sides that stand for all larger ones.
+    """
+    sides = [rows, columns, terms]
+    if batched:
+        elements = rows * terms + terms * columns + rows * columns
+        return max(4, min(512, _MOST_ELEMENTS // elements)), rows, columns, terms
+    large = [number for number, side in enumerate(sides) if side == SIDES[-1]]
+    while large and math.prod(sides) < _LEAST_TERMS:
+        for number in large:
+            sides[number] *= 2
+    return 1, sides[0], sides[1], sides[2]
+
+
+# A batch that is timed has at most so many elements in all three arrays; a product multiplies at least so many terms.
+_MOST_ELEMENTS, _LEAST_TERMS = 2**18, 2**17
+
+
+def _product(lab: Lab, batch: int, rows: int, columns: int, terms: int) -> Callable[[], Any]:
+    if batch > 1:
+        return _step(lab, "bij,bjk->bik", (batch, rows, terms), (batch, terms, columns))
+    return _step(lab, "ij,jk->ik", (rows, terms), (terms, columns))
 
 
 def _side(lab: Lab) -> int:
     """Return the side of a large matrix."""
-    return 64 if lab.is_tiny else 1024 if lab.key.kind == "cpu" else 8192
+    return 64 if lab.is_tiny else 512 if lab.key.kind == "cpu" else 8192
 
 
 def _half_rate(lab: Lab) -> float:
@@ -68,26 +109,39 @@ def _half_rate(lab: Lab) -> float:
         return 0.0
     size = _side(lab)
     x = lab.normal(size, size).bfloat16()
-    return 2 * size**3 / lab_seconds(lab, lambda: x @ x)
+    return 2 * size**3 / seconds_of(lab, lambda: x @ x)
 
 
 def _skinny_rate(lab: Lab) -> float:
     """Measure FLOP/s of thin products: the median over four rows, four columns, and sums of four terms."""
     size = 64 if lab.is_tiny else 1024
     shapes = [(4, size, size), (size, size, 4), (size, 4, size)]
-    times = [lab_seconds(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
+    times = [seconds_of(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
     return statistics.median(2 * math.prod(shape) / seconds for shape, seconds in zip(shapes, times, strict=True))
 
 
 def _bandwidth(lab: Lab) -> float:
-    size = MEGABYTE if lab.is_tiny else 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE
-    x, out = lab.empty(size // 4), lab.empty(size // 4)
-    lab.fill(x)
-    return 2 * size / lab_seconds(lab, lambda: lab.copy(x, out))
+    return _copied(lab, MEGABYTE if lab.is_tiny else 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE)
 
 
-def _fill_new(lab: Lab, count: int) -> None:
-    lab.fill(lab.empty(count))
+def _copied(lab: Lab, size: int) -> float:
+    """Measure bytes/s of a copy of so many bytes into memory in use: they are read, and written."""
+    return 2 * size / seconds_of(lab, lab.copying(size // 4))
+
+
+def _cache(lab: Lab, bandwidth: float) -> dict[str, float]:
+    """Measure the bytes/s of what a cache holds, and how much it holds.
+
+    A step finds its values there if it moves no more bytes than a copy that still runs nearer to the cache's rate than
+    to the memory's.
+    """
+    if lab.key.kind != "cpu":
+        return {name: getattr(lab.preset, name) for name in ("cache_bytes", "cache_bandwidth")}
+    sizes = [2**n for n in range(17, 26)]
+    speeds = [_copied(lab, size) for size in sizes]
+    fast = max(statistics.median(speeds[1:5]), bandwidth)
+    held = [2 * size for size, speed in zip(sizes, speeds, strict=True) if speed >= math.sqrt(fast * bandwidth)]
+    return {"cache_bytes": max(held, default=0), "cache_bandwidth": fast}
 
 
 def _fresh(lab: Lab) -> dict[str, float]:
@@ -111,10 +165,7 @@ def _fresh(lab: Lab) -> dict[str, float]:
 
 def _extra_seconds_per_byte(lab: Lab, size: int) -> float:
     """Measure how much longer it takes to fill new memory than old memory, in seconds per byte."""
-    old = lab.empty(size // 4)
-    lab.fill(old)
-    first = lab_seconds(lab, partial(_fill_new, lab, size // 4))
-    again = lab_seconds(lab, partial(lab.fill, old))
+    first, again = (seconds_of(lab, lab.filling(size // 4, anew)) for anew in (True, False))
     return max(first - again, 0.02 * again) / size
 
 
@@ -130,18 +181,7 @@ def _best_split(extra: Sequence[float]) -> int:
 
 def _launch_seconds(lab: Lab) -> float:
     """Measure one step on a few numbers."""
-    return _many_seconds(lab, _step(lab, "ij,ij->ij", (2, 2), (2, 2)))
-
-
-def _many_seconds(lab: Lab, run: Callable[[], Any]) -> float:
-    """Time many runs together, because a graphics card overlaps launches, and return the seconds of one."""
-    count = 3 if lab.is_tiny else 1000
-
-    def many() -> None:
-        for _ in range(count):
-            run()
-
-    return lab_seconds(lab, many) / count
+    return seconds_of(lab, _step(lab, "ij,ij->ij", (2, 2), (2, 2)), blocks=20)
 
 
 def _kernel_seconds(lab: Lab, device: Device) -> float:
@@ -149,7 +189,7 @@ def _kernel_seconds(lab: Lab, device: Device) -> float:
     if lab.key.kind != "cuda" or importlib.util.find_spec("triton") is None:
         return 0.0
     run = _step(lab, "kbde,embd->mbk", (2, 2, 2, 2), (2, 2, 2, 2), row="matmul without copies, Triton")
-    return max(_many_seconds(lab, run) - device.launch_seconds, 0.0)
+    return max(seconds_of(lab, run, blocks=20) - device.launch_seconds, 0.0)
 
 
 def _matrix_seconds(lab: Lab) -> float:
@@ -157,7 +197,24 @@ def _matrix_seconds(lab: Lab) -> float:
     batch, size = 16 if lab.is_tiny else 8192, 8
     run = _step(lab, "bij,bjk->bik", (batch, size, size), (batch, size, size))
     whole = _step(lab, "ij,jk->ik", (size, size), (size, batch * size))
-    return max(lab_seconds(lab, run) - lab_seconds(lab, whole), 0.0) / batch
+    return max(seconds_of(lab, run) - seconds_of(lab, whole), 0.0) / batch
+
+
+def _loop_seconds(lab: Lab, device: Device) -> float:
+    """Measure what elementwise loops over short runs take, by the part of the prices of such steps that it makes up."""
+    if lab.key.kind != "cpu" or lab.framework == "jax":  # XLA compiles its loops
+        return device.loop_seconds
+    count, table = (10 if lab.is_tiny else 4096), load_backend(lab.framework).table
+    ratios = []
+    for text, size in (("nik,nkj->nij", 32), ("nik,nkj->nij", 3), ("ni,nj->nij", 32), ("ni,nj->nij", 3)):
+        shapes = [(count, size, 1), (count, 1, size)] if "k" in text else [(count, size), (count, size)]
+        op = Einsum(resolve(text, *shapes), "float32")
+        free, priced = (
+            table.choices(op, dataclasses.replace(device, loop_seconds=seconds))[0].cost.picoseconds / 1e12
+            for seconds in (0.0, device.loop_seconds)
+        )
+        ratios.append(max(seconds_of(lab, _step(lab, text, *shapes)) - free, 0.0) / (priced - free))
+    return device.loop_seconds * statistics.median(ratios)
 
 
 def _row_seconds(lab: Lab, text: str, device: Device) -> float:
@@ -167,16 +224,16 @@ def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     takes = not text.endswith("]j")
     run = _step(lab, text, (pool if takes else rows, width), sizes=None if takes else {"q": pool}, q=q)
     moved, result = 4 * width * (rows + pool) + 8 * rows, 4 * width * (rows if takes else pool)
-    return max(lab_seconds(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
+    return max(seconds_of(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
 
 
 def _sorts(lab: Lab) -> dict[str, float]:
     """Measure a sort: what each row takes and, on a graphics card, what every sort takes with its check."""
     if lab.key.kind == "cpu":
         rows = lab.integers(2048, 131072)
-        return {"sort_row_seconds": lab_seconds(lab, lambda: lab.sort(rows)) / len(rows), "group_seconds": 0.0}
+        return {"sort_row_seconds": seconds_of(lab, lambda: lab.sort(rows)) / len(rows), "group_seconds": 0.0}
     few, many = (64, 256) if lab.is_tiny else (2**12, 2**21)
-    short, long = (lab_seconds(lab, partial(lab.group, lab.integers(2048, n), 2048)) for n in (few, many))
+    short, long = (seconds_of(lab, partial(lab.group, lab.integers(2048, n), 2048)) for n in (few, many))
     each = max(long - short, 0.0) / (many - few)
     return {"sort_row_seconds": each, "group_seconds": max(short - few * each, 0.0)}
 
@@ -189,15 +246,7 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
         progress: called with the name of each rate before it is measured.
     """
     measured: dict[str, Any] = {}
-    # The cache is the preset's: it saves time in loops over slices, not in one step that runs alone.
-    blank = Device(
-        lab.preset.name,
-        math.inf,
-        math.inf,
-        kind=lab.preset.kind,
-        cache_bytes=lab.preset.cache_bytes,
-        cache_bandwidth=lab.preset.cache_bandwidth,
-    )
+    blank = Device(lab.preset.name, math.inf, math.inf, kind=lab.preset.kind)
 
     def device() -> Device:
         """Return a device with the rates measured so far; all other work is free on it."""
@@ -214,12 +263,22 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
         progress(name)
         measured[name] = run(lab)
         gc.collect()
+    progress("products")
+    measured["products"] = products = _products(lab, measured["launch_seconds"])
+    if products:  # a busy machine disturbs long products more than short ones, of which the fastest counts
+        large = [rate for rate, (_, *sides) in zip(products, CLASSES, strict=True) if min(sides) >= SIDES[-2]]
+        measured["flop_rate"] = max(measured["flop_rate"], *large)
+    gc.collect()
+    progress("cache_bandwidth")
+    measured |= _cache(lab, measured["bandwidth"])
     progress("fresh_bandwidth")
     measured |= _fresh(lab)
     progress("sort_row_seconds")
     measured |= _sorts(lab)
     progress("kernel_seconds")
     measured["kernel_seconds"] = _kernel_seconds(lab, device())
+    progress("loop_seconds")
+    measured["loop_seconds"] = _loop_seconds(lab, device())
     progress("take_row_seconds")
     measured["take_row_seconds"] = _row_seconds(lab, "q[n]j->nj", device())
     progress("add_row_seconds")
@@ -229,4 +288,4 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     return dataclasses.replace(device(), name=lab.key.kind, source=source)
 
 
-STAGES = 11
+STAGES = 14

@@ -9,7 +9,10 @@ import pathlib
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
+from planner.cost.products import class_rate, most_rate
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
@@ -55,8 +58,12 @@ class Device:
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
         add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take.
+        loop_seconds: what torch's and NumPy's elementwise loops take to begin with two runs of neighbours. What they
+            take for single elements and sums of short runs is in proportion.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
             with the least of the three, up to `flop_rate`.
+        products: FLOP/s of products by shape class, for each entry of `planner.cost.products.CLASSES`. They take the
+            place of `skinny_rate`, and of `matrix_seconds` for plain products. Empty if they were not measured.
         sort_row_seconds: time to sort one row of an index array into groups.
         group_seconds: time to sort an index array into groups beyond that of its rows: launches and the range check.
         link_bandwidth: bytes/s that a device sends to others of a mesh, along one axis of the mesh.
@@ -85,6 +92,8 @@ class Device:
     half_rate: float = 0.0
     link_bandwidth: float = float("inf")
     link_seconds: float = 0.0
+    loop_seconds: float = 3e-8
+    products: tuple[float, ...] = dataclasses.field(default=(), hash=False, repr=False)
     kind: str = "cpu"
     capability: int = 0
     source: str = "given"
@@ -162,19 +171,40 @@ class Device:
         sent = size * (parts - 1) / parts * (2 if kind == "all-reduce" else 1)
         return self.link_seconds + sent / self.link_bandwidth
 
-    def product_rate(self, rows: int, columns: int, terms: int, dtype: str = "float32") -> float:
-        """Return the FLOP/s of a matrix product.
+    def product_rate(self, rows: int, columns: int, terms: int, dtype: str = "float32", batch: int = 1) -> float:
+        """Return the FLOP/s of a matrix product, or of a batch of products.
 
-        The rate grows no faster than a side of the product, so a larger product never takes less time.
+        Without measured classes the rate grows no faster than a side of the product, so a larger product never takes
+        less time.
         """
-        most = self.half_rate if self.half_rate and dtype in HALF_TYPES else self.flop_rate
+        most = self.most_rate(dtype)
+        if self.products:
+            return min(most, class_rate(self.products, batch > 1, rows, columns, terms))
         return min(most, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
+
+    def most_product_rate(self, least: Any, dtype: str = "float32") -> Any:
+        """Return a rate that no product exceeds whose least side is `least` or less; of an array, an array of rates."""
+        found = most_rate(self.products, least) if self.products else self.skinny_rate * np.maximum(1.0, least / 4)
+        return np.minimum(self.most_rate(dtype), found)
+
+    def most_rate(self, dtype: str) -> float:
+        """Return the FLOP/s of a large product."""
+        return self.half_rate if self.half_rate and dtype in HALF_TYPES else self.flop_rate
+
+    def matrices(self, batch: int) -> int:
+        """Return how many matrices of a batched product each take `matrix_seconds`: none if classes were measured."""
+        return batch if batch > 1 and not self.products else 0
 
     def fresh_seconds(self, size: int) -> float:
         """Return the seconds that the first writes to a new allocation take beyond the writes themselves."""
-        if size <= self.cache_bytes:
+        if size <= self.warm_bytes:
             return 0.0
         return size / (self.fresh_bandwidth if size >= self.fresh_bytes else self.reused_bandwidth)
+
+    @property
+    def warm_bytes(self) -> int:
+        """The size of an allocation up to which its first writes take no longer: it is memory in use, in the cache."""
+        return min(self.cache_bytes, self.fresh_bytes - 1) if self.fresh_bytes else self.cache_bytes
 
 
 CPU = Device(

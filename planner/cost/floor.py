@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from planner.cost.device import Device
-from planner.language.dtypes import HALF_TYPES, itemsize
+from planner.language.dtypes import itemsize
 
 __all__ = ["FUSED_TERMS", "gathered_floor", "product_floor", "unary_floor"]
 
@@ -58,10 +58,9 @@ def product_floor(
     rows, columns, summed = joint / b, joint / a, joint / out
     least = np.minimum(np.minimum(rows, columns), summed)
     seconds = _moving_seconds(device, touched)
-    most = device.half_rate if device.half_rate and dtype in HALF_TYPES else device.flop_rate
-    rate = np.minimum(most, device.skinny_rate * np.maximum(1.0, least / 4))
     batch = a * (b / joint) * (out / joint)
-    multiplied = np.maximum(seconds, 2 * joint / rate) + (batch > 1.5) * batch * device.matrix_seconds
+    each = 0.0 if device.products else device.matrix_seconds
+    multiplied = np.maximum(seconds, 2 * joint / device.most_product_rate(least, dtype)) + (batch > 1.5) * batch * each
     seconds = np.where(least > FUSED_TERMS + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
     fresh = [_fresh_seconds(device, size * term) for term in (out, a, b)]
@@ -108,7 +107,7 @@ def gathered_floor(
     moving = _least_moving_seconds(device, size * (elements + 2 * copies))
     seconds = 4 * device.launch_seconds + np.maximum(moving, joint / device.flop_rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
-    product = joint * share / (device.half_rate if device.half_rate and dtype in HALF_TYPES else device.flop_rate)
+    product = joint * share / device.most_rate(dtype)
     busy = np.maximum(product, _least_moving_seconds(device, size * elements) if device.kind == "cuda" else 0.0)
     has_kernels = np.isfinite(launches)
     kernel = np.where(has_kernels, np.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)
@@ -171,4 +170,4 @@ def _least_moving_seconds(device: Device, moved: Array) -> Array:
 def _fresh_seconds(device: Device, size: Array) -> Array:
     """Return `Device.fresh_seconds` of each of many."""
     rate = np.where(size >= device.fresh_bytes, device.fresh_bandwidth, device.reused_bandwidth)
-    return np.where(size <= device.cache_bytes, 0.0, size / rate)
+    return np.where(size <= device.warm_bytes, 0.0, size / rate)

@@ -21,11 +21,12 @@ import warnings
 from typing import Any
 
 from planner.cost.device import Device
+from planner.cost.products import CLASSES
 from planner.cost.store import cache_folder, read_json, write_json
 
 __all__ = ["Key", "cpu_name", "load_rates", "path_of", "read", "write"]
 
-FORMAT, VERSION = "planner rates", 1
+FORMAT, VERSION = "planner rates", 2
 # `write` never writes nearly so much. A longer file is not read.
 MOST_BYTES = 65536
 
@@ -116,7 +117,9 @@ def _device(entry: Any, key: Key) -> Device:
     if not isinstance(rates, dict) or set(rates) != set(fields):
         raise ValueError("its fields are others than those of a device")
     for name, value in rates.items():
-        if value is None and name in _MAY_BE_INFINITE:
+        if name == "products":
+            rates[name] = _class_rates(value)
+        elif value is None and name in _MAY_BE_INFINITE:
             rates[name] = math.inf
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name} is {value!r:.20}")
@@ -127,6 +130,16 @@ def _device(entry: Any, key: Key) -> Device:
     if not isinstance(entry["source"], str):
         raise ValueError("its source is not text")
     return Device(key.kind, kind=key.kind, source=entry["source"][:200], **rates)
+
+
+def _class_rates(values: Any) -> tuple[float, ...]:
+    """Return the rates of products by class from a file's JSON."""
+    count = len(CLASSES)
+    if not isinstance(values, list) or len(values) not in (0, count):
+        raise ValueError(f"products are not {count} rates")
+    if not all(type(x) in (int, float) and math.isfinite(x) and x > 0 for x in values):
+        raise ValueError("products are not all rates")
+    return tuple(map(float, values))
 
 
 # One device does not tell how fast it reaches others.

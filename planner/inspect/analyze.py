@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.cost.figures import Cost
 from planner.inspect.analysis import LEAST_SECONDS, Analysis, AnalyzedStep, Figures
-from planner.inspect.meter import Meter, meter_of
+from planner.inspect.meter import Meter, Timer, meter_of
 from planner.inspect.text import equation, lowered_to
 from planner.language.errors import PlannerError
 from planner.program.frameworks import load_backend
@@ -39,10 +39,10 @@ def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any
 
 
 def analyze_steps(
-    plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+    plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], timer: Timer
 ) -> list[AnalyzedStep]:
-    """Run the steps of a plan and measure them, but not its programs as a whole."""
-    meter = meter_of(plan, load_backend(plan.backend), operands, indices, rounds)
+    """Run the steps of a plan and measure them, but not its programs as a whole. Each is timed by the timer."""
+    meter = meter_of(plan, load_backend(plan.backend), operands, indices, 1, timer)
     with meter.measuring():
         return _measure_steps(plan, meter)[0]
 
@@ -80,7 +80,7 @@ def _measure_steps(
     del stepwise, values  # free what they hold before anything else is measured
     for number, loop, inputs in _loops(plan, meter):
         slices, arrays = _first_slice(plan, loop, inputs, meter.indices)
-        body_meter = meter_of(loop.body, meter.backend, slices, arrays, meter.rounds)
+        body_meter = meter_of(loop.body, meter.backend, slices, arrays, meter.rounds, meter.timer)
         steps += _measure_steps(loop.body, body_meter, f" of a slice in step {number}{of}")[0]
     return steps, figures, back
 

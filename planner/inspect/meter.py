@@ -21,11 +21,13 @@ from planner.program.program import Program, Step
 from planner.run import bind_plan
 from planner.timing import timed
 
-__all__ = ["Call", "Meter", "meter_of", "of_some"]
+__all__ = ["Call", "Meter", "Timer", "meter_of", "of_some"]
 
 
 # A contraction as a function of operands and index arrays.
 Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+# From a call and what waits for its result to the call's seconds.
+Timer: TypeAlias = Callable[[Callable[[], Any], Callable[[Any], Any]], float]
 
 
 def of_some(
@@ -49,12 +51,19 @@ class Meter:
         operands: the arrays that the plan is called with.
         indices: the index arrays that the plan is called with.
         rounds: each time is the median of so many runs, after one run to warm up.
+        timer: times a step in place of that, given a call and what waits for its result.
     """
 
     def __init__(
-        self, plan: PlanRecord, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+        self,
+        plan: PlanRecord,
+        backend: Backend,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        rounds: int,
+        timer: Timer | None = None,
     ) -> None:
-        self.plan, self.backend, self.rounds = plan, backend, rounds
+        self.plan, self.backend, self.rounds, self.timer = plan, backend, rounds, timer
         self.operands, self.indices = self.own(operands), indices
         self.run = bind_plan(plan)
         self.wanted = [number for number, v in enumerate(plan.programs.gradients) if v is not None]
@@ -120,7 +129,17 @@ class Meter:
             stepwise.orders.clear()
             stepwise.orders.update(orders)
 
-        seconds = self.seconds(lambda _: run(*bound.args), restore)
+        if self.timer is None:
+            seconds = self.seconds(lambda _: run(*bound.args), restore)
+        elif self.indices:
+
+            def again() -> Any:
+                restore()
+                return bound()
+
+            seconds = self.timer(again, self.wait)
+        else:
+            seconds = self.timer(bound, self.wait)
         restore()
         counted = self.counts(lambda: run(*bound.args))
         restore()
@@ -363,10 +382,15 @@ class JaxMeter(Meter):
 
 
 def meter_of(
-    plan: PlanRecord, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+    plan: PlanRecord,
+    backend: Backend,
+    operands: Sequence[Any],
+    indices: Mapping[str, Any],
+    rounds: int,
+    timer: Timer | None = None,
 ) -> Meter:
     """Return the meter for a plan's backend and the operands' device."""
     kind: type[Meter] = {"torch": TorchMeter, "jax": JaxMeter}.get(plan.backend, Meter)
     if plan.backend == "torch" and operands[0].is_cuda:
         kind = CudaMeter
-    return kind(plan, backend, operands, indices, rounds)
+    return kind(plan, backend, operands, indices, rounds, timer)

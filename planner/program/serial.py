@@ -90,6 +90,8 @@ _NEWER: tuple[tuple[type, str, Any], ...] = (
     (Programs, "copies", None),
     (Device, "link_bandwidth", math.inf),
     (Device, "link_seconds", 0.0),
+    (Device, "products", ()),
+    (Device, "loop_seconds", 3e-8),
 )
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 

@@ -59,11 +59,13 @@ def least_of_loops(space: SearchSpace, objective: str) -> float:
 
     device, size = space.device, itemsize(space.dtype)
     fastest = max(device.bandwidth, device.cache_bandwidth if device.cache_bytes else 0)
-    rates = (device.flop_rate, device.half_rate, device.skinny_rate)
+    skinny = device.most_product_rate(1) if device.products else device.skinny_rate
+    rates = (device.flop_rate, device.half_rate, skinny)
     flop_rate, half_rate, skinny_rate = (max(rate, 2 * fastest / size) if rate else 0 for rate in rates)
     device = dataclasses.replace(
         device, flop_rate=flop_rate, half_rate=half_rate, skinny_rate=skinny_rate, bandwidth=fastest,
         cache_bandwidth=fastest, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, matrix_seconds=0.0,
+        products=(),
     )  # fmt: skip
     listing = VectorListing(space.network, [0] * len(space.operands), dataclasses.replace(bounds, device=device))
     return listing.least * (1e-12 if objective == "time" else 1)

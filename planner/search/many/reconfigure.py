@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.cost.device import Device
-from planner.language.dtypes import HALF_TYPES, itemsize
+from planner.language.dtypes import itemsize
 
 __all__ = ["MOST_CUT", "Estimate", "OrderTree", "StepSizes", "axes_of_values", "estimate_of"]
 
@@ -79,7 +79,7 @@ Estimate = Callable[[StepSizes, float], Array]
 def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
     """Return the estimate of what an objective minimises: FLOPs, bytes moved, seconds, or the bytes of the results."""
     width = itemsize(dtype)
-    most = device.half_rate if device.half_rate and dtype in HALF_TYPES else device.flop_rate
+    matrix_seconds = 0.0 if device.products else device.matrix_seconds
 
     def flops(sizes: StepSizes, scale: float) -> Array:
         joint = sizes.joint
@@ -101,7 +101,7 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
         # rows, columns and terms of the matrix product
         sides = [joint - operand for operand in operands]
         least = np.minimum(np.minimum(sides[0], sides[1]), sides[2])
-        rate = np.minimum(most, device.skinny_rate * np.maximum(1.0, np.exp2(np.minimum(least, LARGEST)) / 4))
+        rate = device.most_product_rate(np.exp2(np.minimum(least, LARGEST)), dtype)
         computing = np.where(sides[2] > 0, np.exp2(joint + 1 - scale) / rate, 0.0)
         elements = np.exp2(sizes.left - scale) + np.exp2(sizes.right - scale) + np.exp2(sizes.result - scale)
         cached = elements * width <= device.cache_bytes * 2.0**-scale
@@ -109,8 +109,8 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
         made = np.exp2(sizes.result - scale) * width
         large = made >= device.fresh_bytes * 2.0**-scale
         fresh = made / np.where(large, device.fresh_bandwidth, device.reused_bandwidth)
-        fresh = np.where(made > device.cache_bytes * 2.0**-scale, fresh, 0.0)
-        matrices = np.exp2(operands[0] + operands[1] + operands[2] - 2 * joint - scale) * device.matrix_seconds
+        fresh = np.where(made > device.warm_bytes * 2.0**-scale, fresh, 0.0)
+        matrices = np.exp2(operands[0] + operands[1] + operands[2] - 2 * joint - scale) * matrix_seconds
         one = np.maximum(computing, moving) + fresh + matrices + device.launch_seconds * 2.0**-scale
         return one * sizes.products
 
