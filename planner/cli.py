@@ -183,6 +183,31 @@ def _add_audit(commands: Any) -> None:
     _add_html(command)
 
 
+def _add_compare(commands: Any) -> None:
+    """Add the command that times a contraction beside what a user would write."""
+    command = commands.add_parser("compare", help="run a spec here and now: einsum, compiled, opt_einsum and planner")
+    _add_problem(command)
+    command.set_defaults(backend="torch")
+    command.add_argument("--plot", metavar="FILE", help="also draw times and memory to a file")
+
+
+def _compare(options: argparse.Namespace, operands: Sequence[Operand]) -> int:
+    """Time the ways to write a contraction; return 1 if one of them gives other values."""
+    from planner.bench.compare import compare_ways, draw
+
+    given = {"--memory-limit": options.memory_limit, "--retain-limit": options.retain_limit, "--device": options.device}
+    for name, value in given.items():
+        if value is not None:
+            raise PlannerError(f"compare runs what is there: it takes no {name}")
+    if options.backend == "numpy" or options.dtype != "float32":
+        raise PlannerError("compare runs float32 in torch or JAX: pass --backend torch or jax")
+    sizes, indices = _by_letter("--size", options.size), _by_letter("--index", options.index)
+    rows = compare_ways(options.spec, operands, indices, sizes, options.backend)
+    if options.plot:
+        draw(rows, options.plot)
+    return 1 if any(row.differs for row in rows) else 0
+
+
 def _audit(options: argparse.Namespace) -> int:
     """Run a script within an audit, and print the report."""
     if not os.path.isfile(options.script):
@@ -225,6 +250,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_html(front)
     _add_check(commands)
     _add_audit(commands)
+    _add_compare(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
     with contextlib.suppress(ModuleNotFoundError):
@@ -252,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command in ("check", "audit"):
             return _check(options) if options.command == "check" else _audit(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
+        if options.command == "compare":
+            return _compare(options, operands)
         problem: dict[str, Any] = {
             "sizes": _by_letter("--size", options.size) or None,
             "backend": options.backend,

@@ -145,3 +145,26 @@ def test_warm_calls_are_timed_with_and_without_gradients(torch):
         "a chain of four 8 x 8",
     ]
     assert all(set(line.medians) == {OURS, "torch.einsum"} for line in found)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_compare_runs_a_spec_beside_what_users_write(framework, tmp_path, capsys):
+    pytest.importorskip(framework)
+    pytest.importorskip("matplotlib").use("Agg")
+    from planner.cli import main
+
+    arguments = ["compare", "nij, q[n]jk -> nik", "60x1x8", "5x8x8", "--index", "q=60", "--backend", framework]
+    if framework == "jax":
+        arguments.append("--grad")
+    assert main([*arguments, "--plot", str(tmp_path / "ways.png")]) == 0
+    shown = capsys.readouterr().out
+    labels = ["gather, einsum", "torch.compile", "opt_einsum", "planner.contract"]
+    assert [label for label in labels if f"  {label} " in shown] == [
+        x for x in labels if framework == "torch" or x[0] != "t"
+    ]
+    assert "DIFFERS" not in shown
+    assert (tmp_path / "ways.png").stat().st_size > 1000
+    assert main(["compare", "ij, ij -> ij", "1x3", "4x3", "--backend", framework]) == 2
+    assert "broadcast" in capsys.readouterr().err
+    assert main([*arguments, "--memory-limit", "1 MB"]) == 2
+    assert main(["compare", "ij -> j", "3x4", "--backend", "numpy"]) == 2

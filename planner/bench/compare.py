@@ -1,0 +1,132 @@
+"""`python -m planner compare`: one contraction here and now, beside what a user would write without planner."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from planner.bench.corpus import Row as Contraction
+from planner.bench.corpus import gather_then_einsum
+from planner.demo.cases import Case
+from planner.demo.report import HEADINGS, Comparison, gain_line, line
+from planner.demo.runs import RUNS, Row, measure_case
+from planner.demo.ways import OURS, Framework, Way, our_way
+from planner.language.errors import PlannerError
+from planner.language.resolve import resolve, shorten
+from planner.language.spec import Operand
+from planner.language.units import bytes_text, seconds_text
+from planner.pages.plots import load_pyplot, save_figure
+
+__all__ = ["compare_ways", "draw", "ways_of"]
+
+
+class _OptEinsum:
+    """A framework's namespace with opt_einsum's einsum."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp, self.__name__ = xp, xp.__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.xp, name)
+
+    def einsum(self, equation: str, *operands: Any) -> Any:
+        """Contract by opt_einsum."""
+        import opt_einsum
+
+        return opt_einsum.contract(equation, *operands)
+
+
+def ways_of(contraction: Contraction, framework: Framework) -> tuple[Way, ...]:
+    """Return the ways to write a contraction: einsum after indexing, compiled, by opt_einsum's path, and planner."""
+    einsum = gather_then_einsum(contraction)
+    label = "gather, einsum" if contraction.index_shapes else "einsum"
+    ways = [Way(label, einsum), Way("opt_einsum", lambda xp, *xs, **qs: einsum(_OptEinsum(xp), *xs, **qs))]
+    if framework == "torch":  # what runs in JAX is jitted anyway
+        ways.insert(1, Way("torch.compile", _compiled(einsum)))
+    return (*ways, our_way(contraction))
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    compiled = torch.compile(lambda *operands, **arrays: call(torch, *operands, **arrays), dynamic=False)
+    return lambda xp, *operands, **arrays: compiled(*operands, **arrays)
+
+
+def compare_ways(
+    spec: str,
+    operands: Sequence[Operand],
+    indices: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+    framework: Framework,
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """Run all ways of a contraction on random arrays, check that they agree, and say a line for each.
+
+    Args:
+        spec: the spec.
+        operands: shapes, and which operands take a gradient.
+        indices: shapes of the index arrays, by letter.
+        sizes: sizes that no operand has.
+        framework: "torch" or "jax".
+        say: is given each line.
+
+    Raises:
+        PlannerError: the spec broadcasts axes of size 1.
+    """
+    resolved = resolve(spec, *(operand.shape for operand in operands), sizes=dict(sizes) or None, **indices)
+    pools = {gather.array: gather.size or 0 for gather in resolved.gathers}
+    axes = {axis: size for axis, size in resolved.sizes if isinstance(size, int)}
+    gradients = tuple(operand.requires_grad for operand in operands)
+    contraction = Contraction("compare", str(resolved), "", axes, pools, gradients=gradients)
+    if contraction.shapes != tuple(operand.shape for operand in operands):
+        raise PlannerError("compare takes no axis of size 1 that is broadcast: write its size, or leave the axis out")
+    case = Case("", "compare", shorten(spec, 80), framework, contraction, ways_of(contraction, framework), gradients)
+    say(
+        f"{case.title}        {framework}, {', '.join('x'.join(map(str, s)) or 'a number' for s in contraction.shapes)}"
+    )
+    say(HEADINGS)
+    for way in case.ways:  # compiling does not count
+        run = RUNS[framework](way, contraction, gradients)
+        run.forward()
+        run.both()
+    rows = []
+    for row in measure_case(case):
+        rows.append(row)
+        say(line(row))
+    found = Comparison.of(rows)
+    if found is not None and any(gradients):
+        say(gain_line(found))
+    return rows
+
+
+def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Draw times and peaks, forward and with gradients, on logarithmic axes.
+
+    Raises:
+        PlannerError: matplotlib is not installed, or the file cannot be written.
+    """
+    pyplot = load_pyplot()
+    figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(9, 1 + 0.6 * len(rows)), layout="constrained", sharey=True)
+    quantities = (
+        (times, "time", ("seconds", "gradient_seconds"), lambda value: seconds_text(value)),
+        (peaks, "peak", ("peak_bytes", "gradient_peak_bytes"), lambda value: bytes_text(round(value))),
+    )
+    for axis, title, fields, text in quantities:
+        for offset, (field, what) in enumerate(zip(fields, ("forward", "with gradients"), strict=True)):
+            values = [getattr(row.figures, field) for row in rows]
+            places = [number + 0.4 * offset for number in range(len(rows))]
+            colours = ["#1f3b57" if row.way.label == OURS else "#b8c0c8" for row in rows]
+            known = [0.0 if math.isnan(value) else value for value in values]
+            axis.barh(places, known, 0.36, color=colours, edgecolor="black", linewidth=0.5, hatch=("", "//")[offset],
+                      label=what)  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_title(title, fontsize=10)
+        axis.xaxis.set_major_formatter(lambda value, _, text=text: text(value) if value > 0 else "0")
+    times.set_yticks([number + 0.2 for number in range(len(rows))], [row.way.label for row in rows], fontsize=8)
+    times.invert_yaxis()
+    peaks.legend(fontsize=8)
+    figure.suptitle(rows[0].case.title, fontsize=10, parse_math=False)
+    save_figure(figure, path)
