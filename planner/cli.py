@@ -191,7 +191,7 @@ def _add_compare(commands: Any) -> None:
     command.add_argument("--plot", metavar="FILE", help="also draw times and memory to a file")
 
 
-def _compare(options: argparse.Namespace, operands: Sequence[Operand]) -> int:
+def _compare(options: argparse.Namespace) -> int:
     """Time the ways to write a contraction; return 1 if one of them gives other values."""
     from planner.bench.compare import compare_ways, draw
 
@@ -202,7 +202,7 @@ def _compare(options: argparse.Namespace, operands: Sequence[Operand]) -> int:
     if options.backend == "numpy" or options.dtype != "float32":
         raise PlannerError("compare runs float32 in torch or JAX: pass --backend torch or jax")
     sizes, indices = _by_letter("--size", options.size), _by_letter("--index", options.index)
-    rows = compare_ways(options.spec, operands, indices, sizes, options.backend)
+    rows = compare_ways(options.spec, options.shapes, indices, sizes, options.backend)
     if options.plot:
         draw(rows, options.plot)
     return 1 if any(row.differs for row in rows) else 0
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _check(options) if options.command == "check" else _audit(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         if options.command == "compare":
-            return _compare(options, operands)
+            return _compare(options)
         problem: dict[str, Any] = {
             "sizes": _by_letter("--size", options.size) or None,
             "backend": options.backend,

@@ -154,8 +154,6 @@ def test_compare_runs_a_spec_beside_what_users_write(framework, tmp_path, capsys
     from planner.cli import main
 
     arguments = ["compare", "nij, q[n]jk -> nik", "60x1x8", "5x8x8", "--index", "q=60", "--backend", framework]
-    if framework == "jax":
-        arguments.append("--grad")
     assert main([*arguments, "--plot", str(tmp_path / "ways.png")]) == 0
     shown = capsys.readouterr().out
     labels = ["gather, einsum", "torch.compile", "opt_einsum", "planner.contract"]

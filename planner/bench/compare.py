@@ -15,7 +15,6 @@ from planner.demo.runs import RUNS, Row, measure_case
 from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve, shorten
-from planner.language.spec import Operand
 from planner.language.units import bytes_text, seconds_text
 from planner.pages.plots import load_pyplot, save_figure
 
@@ -57,17 +56,19 @@ def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def compare_ways(
     spec: str,
-    operands: Sequence[Operand],
+    shapes: Sequence[tuple[int, ...]],
     indices: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, int],
     framework: Framework,
     say: Callable[[str], None] = print,
 ) -> list[Row]:
-    """Run all ways of a contraction on random arrays, check that they agree, and say a line for each.
+    """Run all ways of a contraction on random arrays, forward and with all gradients; say a line for each.
+
+    All ways must return the same values and gradients.
 
     Args:
         spec: the spec.
-        operands: shapes, and which operands take a gradient.
+        shapes: shapes of the operands.
         indices: shapes of the index arrays, by letter.
         sizes: sizes that no operand has.
         framework: "torch" or "jax".
@@ -76,20 +77,27 @@ def compare_ways(
     Raises:
         PlannerError: the spec broadcasts axes of size 1.
     """
-    resolved = resolve(spec, *(operand.shape for operand in operands), sizes=dict(sizes) or None, **indices)
+    resolved = resolve(spec, *shapes, sizes=dict(sizes) or None, **indices)
     pools = {gather.array: gather.size or 0 for gather in resolved.gathers}
     axes = {axis: size for axis, size in resolved.sizes if isinstance(size, int)}
-    gradients = tuple(operand.requires_grad for operand in operands)
-    contraction = Contraction("compare", str(resolved), "", axes, pools, gradients=gradients)
-    if contraction.shapes != tuple(operand.shape for operand in operands):
+    contraction = Contraction("compare", str(resolved), "", axes, pools)
+    if contraction.shapes != tuple(shapes):
         raise PlannerError("compare takes no axis of size 1 that is broadcast: write its size, or leave the axis out")
-    case = Case("", "compare", shorten(spec, 80), framework, contraction, ways_of(contraction, framework), gradients)
+    case = Case(
+        "",
+        "compare",
+        shorten(spec, 80),
+        framework,
+        contraction,
+        ways_of(contraction, framework),
+        contraction.takes_gradient,
+    )
     say(
         f"{case.title}        {framework}, {', '.join('x'.join(map(str, s)) or 'a number' for s in contraction.shapes)}"
     )
     say(HEADINGS)
     for way in case.ways:  # compiling does not count
-        run = RUNS[framework](way, contraction, gradients)
+        run = RUNS[framework](way, contraction, contraction.takes_gradient)
         run.forward()
         run.both()
     rows = []
@@ -97,7 +105,7 @@ def compare_ways(
         rows.append(row)
         say(line(row))
     found = Comparison.of(rows)
-    if found is not None and any(gradients):
+    if found is not None:
         say(gain_line(found))
     return rows
 
