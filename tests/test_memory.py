@@ -92,7 +92,7 @@ def scaled(problem, largest=48):
 def no_guards(monkeypatch):
     """Peaks without what guards and index arrays need if they are bad, as here none is: see `tests/test_limits.py`."""
     monkeypatch.setattr(build, "index_bytes", lambda spec: 0)
-    monkeypatch.setattr(build, "live_bytes", lambda *given: live_bytes(*given[:6]))
+    monkeypatch.setattr(build, "live_bytes", lambda *given: live_bytes(*given[:5]))
 
 
 @pytest.fixture
