@@ -92,7 +92,7 @@ def scaled(problem, largest=48):
 def no_guards(monkeypatch):
     """Peaks without what guards and index arrays need if they are bad, as here none is: see `tests/test_limits.py`."""
     monkeypatch.setattr(build, "index_bytes", lambda spec: 0)
-    monkeypatch.setattr(build, "live_bytes", lambda *given: live_bytes(*given[:6]))
+    monkeypatch.setattr(build, "live_bytes", lambda *given: live_bytes(*given[:5]))
 
 
 @pytest.fixture
@@ -371,7 +371,12 @@ XLA = {
     "rows come first": ("q[a]bcc,bc,ba->bc", ((69, 22, 23, 23), (22, 23), (22, 21)), {"q": (21,)}),
     "a diagonal comes first": ("abb,ab->ab", ((40, 41, 41), (40, 41)), {}),
     "rows that two steps read are in memory": ("q[a]bc,ba->abc", ((69, 22, 23), (22, 21)), {"q": (21,)}),
-    "zeros are in memory from the beginning": ("iq[a],ij->ja", ((40, 60), (40, 50)), {"q": (30,)}),
+    "zeros are in memory from the beginning": (
+        "cad,bdc,d->q[cd]", ((20, 21, 20), (11, 20, 20), (20,)), {"q": (20, 20), "sizes": {"q": 70}}
+    ),
+    "guards look at a value before it is repeated": (
+        "acbq[b],adq[b]->b", ((15, 11, 12, 36), (15, 19, 36)), {"q": (12,)}
+    ),
     "guards look for the largest number": ("bcq[a]d,d->", ((8, 21, 48, 10), (10,)), {"q": (19,)}),
     "axes of size 1 come first": ("bhqd,bhkd->bhqk", ((8, 1, 90, 32), (8, 1, 50, 32)), {}),
 }  # fmt: skip

@@ -47,7 +47,7 @@ from planner.testing import Problem, problems
 @pytest.fixture(autouse=True, scope="module")
 def _no_guards():
     """The laws here are those of the search, which does not know what guards need."""
-    with mock.patch.object(build, "live_bytes", lambda *given: live_bytes(*given[:6])):
+    with mock.patch.object(build, "live_bytes", lambda *given: live_bytes(*given[:5])):
         yield
 
 
