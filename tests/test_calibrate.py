@@ -13,7 +13,6 @@ from conftest import installed_frameworks
 from laws import tiny
 
 import planner
-from planner import timing
 from planner.calibrate import command as calibrate
 from planner.calibrate import labs, measurements, predictions
 from planner.cost import rates
@@ -21,6 +20,7 @@ from planner.cost.device import CPU, GPU, H200, PRESETS, gpu_preset
 from planner.cost.figures import Work
 from planner.cost.products import CLASSES, SIDES, class_rate
 from planner.search.slicing import make_loop
+from planner.tune import timing
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
 NUMPY_KEY = labs.Lab().key

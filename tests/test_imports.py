@@ -17,7 +17,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "triton")
 # The rooms of the library, in the order in which they may import one another: a module imports from its own room and
 # from those above it, inside functions and for type checkers too. A room is a folder, or a module outside of all.
 ROOMS = (
-    "planner.version", "planner.progress", "planner.timing", "planner.language",
+    "planner.version", "planner.progress", "planner.language",
     "planner.kernels.grouping", "planner.kernels.tiled_product", "planner.kernels.segment_sum",
     "planner.kernels.grouped_matmul", "planner.kernels.gathered_dot",
     "planner.cost", "planner.program",

@@ -21,13 +21,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from planner.backends.common.stock_rows import KINDS
-from planner.backends.jax.products import dot_orders
+from planner.backends.jax.products import arranged, wide_axes
 from planner.backends.jax.rows import PLAIN
+from planner.language.cached import cached_by_step
+from planner.language.derive import swap_with_output
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes
-from planner.program.forms import inner_product
+from planner.program.forms import inner_product, product_form
 from planner.program.ops import Cast, Guard
 from planner.program.program import Step, Variable
 
@@ -337,3 +340,64 @@ def _joins_loop(elements: int, summed: Iterable[int]) -> bool:
 
 def _row_major(shape: Sequence[int]) -> Order:
     return tuple(dim for dim, size in enumerate(shape) if size != 1)
+
+
+class DotOrders(NamedTuple):
+    """In which order XLA multiplies the axes of a product, those of size 1 left out.
+
+    Attributes:
+        result: the axes of the result.
+        factors: the axes of each factor; None if XLA multiplies it as it lies in memory.
+        elementwise: whether neither factor has rows or columns of its own.
+    """
+
+    result: tuple[str, ...]
+    factors: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
+    elementwise: bool
+
+
+@cached_by_step
+def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], ...]) -> DotOrders:
+    """Return the orders of a product.
+
+    JAX derives a product in an arrangement of its own. It permutes the gradient to the order in which the product was
+    computed, and multiplies it as the first factor.
+
+    Args:
+        spec: the product.
+        gradient: the input that is the gradient, if JAX derives the product; else None.
+        memory: the axes of each factor as they lie in memory, or are computed.
+    """
+    terms = [wide_axes(term, spec) for term in spec.inputs]
+    derived = spec if gradient is None else swap_with_output(spec, gradient)
+    form, (first, second, batch, contracted, _) = product_form(derived), arranged(derived)
+    assert form is not None
+    free = [wide_axes(group, spec) for group in (form.left, form.right)]
+    batch, contracted, out = wide_axes(batch, spec), wide_axes(contracted, spec), wide_axes(spec.output, spec)
+    if gradient is not None:
+        if form.contracted or len((*free[0], *free[1])) != 1:  # else XLA drops the permutation
+            terms[gradient] = (*batch, *free[first], *free[second])
+        first, second = gradient, 1 - gradient
+        free = [tuple(axis for axis in term if axis in out and axis not in batch) for term in terms]
+        contracted = tuple(axis for axis in terms[first] if axis not in out)
+    rows, columns = free[first], free[second]
+    if not rows and not columns:
+        alike = terms[0] == terms[1] and memory[0] == memory[1]
+        wanted = None if alike else (*batch, *contracted)
+        # It is a loop over both, in their order.
+        result = batch if not alike else tuple(axis for axis in memory[0] if axis in batch)
+        if not contracted and terms[0] == terms[1]:
+            result = terms[0]
+        return DotOrders(result, (wanted, wanted), True)
+    factors: list[tuple[str, ...] | None] = [None, None]
+    for place, one, other in ((first, rows, contracted), (second, contracted, columns)):
+        single, turned = len(one) <= 1 and len(other) <= 1, (*batch, *other, *one)
+        if not (single and memory[place] == turned):
+            permuted = single and place == gradient and terms[place] == turned
+            factors[place] = turned if permuted else (*batch, *one, *other)
+    result = (*batch, *rows, *columns)
+    if len(rows) <= 1 and len(columns) <= 1 and out == (*batch, *columns, *rows):
+        result = out
+    if not contracted and len((*rows, *columns)) == 1:
+        result = terms[first if rows else second]  # one factor has all axes: it is multiplied as it is
+    return DotOrders(result, (factors[0], factors[1]), False)

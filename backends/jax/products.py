@@ -15,12 +15,11 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from planner.backends.common.stock import Product
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
-from planner.language.derive import swap_with_output
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "dot_orders", "factors", "fused_takes",
-           "is_folded", "is_strided", "join_axes", "multiply_and_add", "multiply_flat"]  # fmt: skip
+__all__ = ["ProductCopies", "arranged", "as_dot", "count_copied", "count_reordered", "factors", "fused_takes",
+           "is_folded", "is_strided", "join_axes", "multiply_and_add", "multiply_flat", "wide_axes"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -55,7 +54,7 @@ class _Arrangement(NamedTuple):
 
 
 @cached_by_step
-def _arrangement(spec: Spec, lean: bool = False) -> _Arrangement:
+def arranged(spec: Spec, lean: bool = False) -> _Arrangement:
     """Return the arrangement of a product: that of `jnp.einsum`, unless another is estimated to be clearly faster.
 
     If it shall be lean, it is one for which XLA copies the fewest elements.
@@ -95,7 +94,7 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     form, orders, excess = product_form(spec), _orders(spec, arrangement), 0.0
     assert form is not None
     for place in arrangement.copied:
-        term = _wide_axes(spec.terms[place], spec)
+        term = wide_axes(spec.terms[place], spec)
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
     if _is_folded(spec, arrangement):
         return excess + math.prod(form.sizes) / _FOLDED
@@ -114,9 +113,9 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
     """
     form, (first, second, _, contracted, _) = product_form(spec), arrangement
     assert form is not None
-    free, wide = (form.left, form.right), [_wide_axes(term, spec) for term in spec.terms]
+    free, wide = (form.left, form.right), [wide_axes(term, spec) for term in spec.terms]
     shared, rows, columns, summed = (
-        _wide_axes(group, spec) for group in (arrangement.batch, free[first], free[second], contracted)
+        wide_axes(group, spec) for group in (arrangement.batch, free[first], free[second], contracted)
     )
     if not rows or not columns:
         return False
@@ -135,7 +134,7 @@ def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
     assert form is not None
     free = (form.left, form.right)
     matrix = first if form.sizes[1 + first] > 1 else second
-    inner = _wide_axes(spec.inputs[matrix], spec)[-1]
+    inner = wide_axes(spec.inputs[matrix], spec)[-1]
     if inner not in form.batch and spec.size(inner) >= _VECTOR:
         along = inner in contracted
     else:
@@ -156,7 +155,7 @@ def _copy_weight(order: Sequence[str], other: Sequence[str], sizes: Mapping[str,
 
 def factors(spec: Spec, lean: bool = False) -> tuple[int, int]:
     """Return the numbers of the operands that are the first and the second factor of a product."""
-    return _arrangement(spec, lean)[:2]
+    return arranged(spec, lean)[:2]
 
 
 def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Term, contracted: Term) -> tuple[int, ...]:
@@ -169,8 +168,8 @@ def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Ter
     own, XLA multiplies and sums in one loop. Then it copies only factors of different orders, if several axes are
     summed.
     """
-    batch, rows, columns, contracted = (_wide_axes(group, spec) for group in (batch, rows, columns, contracted))
-    wide = [_wide_axes(term, spec) for term in spec.terms]
+    batch, rows, columns, contracted = (wide_axes(group, spec) for group in (batch, rows, columns, contracted))
+    wide = [wide_axes(term, spec) for term in spec.terms]
     if not rows and not columns:
         different = len(contracted) > 1 and wide[0] != wide[1]
         return tuple(place for place in (0, 1) if different and wide[place] != (*batch, *contracted))
@@ -195,7 +194,7 @@ def as_dot(spec: Spec, lean: bool = False) -> Product:
     """
     # An arrangement is one of axes. Symbolic sizes cannot be compared, so numbers stand for them.
     planned = dataclasses.replace(spec, sizes=tuple((axis, stand_in(size)) for axis, size in spec.sizes))
-    first, second, batch, contracted, _ = _arrangement(planned, lean)
+    first, second, batch, contracted, _ = arranged(planned, lean)
     terms, out = [term_axes(spec.inputs[number]) for number in (first, second)], term_axes(spec.output)
 
     def product(*operands: Any, precision: Any = None, dtype: Any = None) -> Any:
@@ -250,7 +249,7 @@ def multiply_and_add(spec: Spec) -> Product:
 
 def is_strided(spec: Spec) -> bool:
     """Return whether a loop over the elements of a product reads an operand that has the innermost axis further out."""
-    wide = [_wide_axes(term, spec) for term in spec.terms]
+    wide = [wide_axes(term, spec) for term in spec.terms]
     return any(wide[2][-1] in term[:-1] for term in wide[:2]) if wide[2] else True
 
 
@@ -283,7 +282,8 @@ def multiply_flat(spec: Spec, joined: Spec, *operands: Any) -> Any:
     return as_dot(joined, True)(*views).reshape(spec.output_shape)
 
 
-def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
+def wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
+    """Return the axes of a term that are longer than 1."""
     return tuple(str(e) for e in term if spec.size(e) != 1)
 
 
@@ -296,67 +296,6 @@ def _dims_of(shape: Sequence[Any], term: tuple[str, ...], spec: Spec) -> list[st
         named = bool(left) and (size != 1 or spec.size(left[0]) == 1)
         dims.append(left.pop(0) if named else "")
     return dims
-
-
-class DotOrders(NamedTuple):
-    """In which order XLA multiplies the axes of a product, those of size 1 left out.
-
-    Attributes:
-        result: the axes of the result.
-        factors: the axes of each factor; None if XLA multiplies it as it lies in memory.
-        elementwise: whether neither factor has rows or columns of its own.
-    """
-
-    result: tuple[str, ...]
-    factors: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
-    elementwise: bool
-
-
-@cached_by_step
-def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], ...]) -> DotOrders:
-    """Return the orders of a product.
-
-    JAX derives a product in an arrangement of its own. It permutes the gradient to the order in which the product was
-    computed, and multiplies it as the first factor.
-
-    Args:
-        spec: the product.
-        gradient: the input that is the gradient, if JAX derives the product; else None.
-        memory: the axes of each factor as they lie in memory, or are computed.
-    """
-    terms = [_wide_axes(term, spec) for term in spec.inputs]
-    arranged = spec if gradient is None else swap_with_output(spec, gradient)
-    form, (first, second, batch, contracted, _) = product_form(arranged), _arrangement(arranged)
-    assert form is not None
-    free = [_wide_axes(group, spec) for group in (form.left, form.right)]
-    batch, contracted, out = _wide_axes(batch, spec), _wide_axes(contracted, spec), _wide_axes(spec.output, spec)
-    if gradient is not None:
-        if form.contracted or len((*free[0], *free[1])) != 1:  # else XLA drops the permutation
-            terms[gradient] = (*batch, *free[first], *free[second])
-        first, second = gradient, 1 - gradient
-        free = [tuple(axis for axis in term if axis in out and axis not in batch) for term in terms]
-        contracted = tuple(axis for axis in terms[first] if axis not in out)
-    rows, columns = free[first], free[second]
-    if not rows and not columns:
-        alike = terms[0] == terms[1] and memory[0] == memory[1]
-        wanted = None if alike else (*batch, *contracted)
-        # It is a loop over both, in their order.
-        result = batch if not alike else tuple(axis for axis in memory[0] if axis in batch)
-        if not contracted and terms[0] == terms[1]:
-            result = terms[0]
-        return DotOrders(result, (wanted, wanted), True)
-    factors: list[tuple[str, ...] | None] = [None, None]
-    for place, one, other in ((first, rows, contracted), (second, contracted, columns)):
-        single, turned = len(one) <= 1 and len(other) <= 1, (*batch, *other, *one)
-        if not (single and memory[place] == turned):
-            permuted = single and place == gradient and terms[place] == turned
-            factors[place] = turned if permuted else (*batch, *one, *other)
-    result = (*batch, *rows, *columns)
-    if len(rows) <= 1 and len(columns) <= 1 and out == (*batch, *columns, *rows):
-        result = out
-    if not contracted and len((*rows, *columns)) == 1:
-        result = terms[first if rows else second]  # one factor has all axes: it is multiplied as it is
-    return DotOrders(result, (factors[0], factors[1]), False)
 
 
 class ProductCopies(NamedTuple):
@@ -379,22 +318,22 @@ def _orders(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[str, ...]]
     assert form is not None
     free = (form.left, form.right)
     groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
-    return {place: _wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}
+    return {place: wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}
 
 
 @cached_by_step
 def is_folded(spec: Spec, lean: bool = False) -> bool:
     """Return whether XLA multiplies the matrices of a product by Eigen, see `_is_folded`."""
-    return _is_folded(spec, _arrangement(spec, lean))
+    return _is_folded(spec, arranged(spec, lean))
 
 
 @cached_by_step
 def count_reordered(spec: Spec, lean: bool = False) -> ProductCopies:
     """Return what XLA copies for a product, see `_copied_places`."""
-    arrangement = _arrangement(spec, lean)
+    arrangement = arranged(spec, lean)
     orders, copied, apart = _orders(spec, arrangement), {}, 0.0
     for place in arrangement.copied:
-        order = _wide_axes(spec.terms[place], spec)
+        order = wide_axes(spec.terms[place], spec)
         copied[place] = math.prod(spec.shape(spec.terms[place]))
         apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, orders[place], spec.by_axis)))
     result = copied.get(2, 0)
@@ -447,7 +386,7 @@ def _of_product(spec: Spec) -> int:
         return 0
     # A take writes its result in the order that the product needs, and a product in the order of the segment sum.
     plain = [not term_gathers(term) for term in spec.terms]
-    copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _arrangement(inner).copied if plain[p]}
+    copied = {p: math.prod(inner.shape(inner.terms[p])) for p in arranged(inner).copied if plain[p]}
     result = copied.get(2, 0)
     return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
 

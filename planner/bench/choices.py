@@ -30,7 +30,7 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import Program, Step
 from planner.search.alternatives import alternatives
-from planner.timing import block_seconds, least_seconds, timed
+from planner.tune.timing import block_seconds, least_seconds, timed
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = [

@@ -20,7 +20,7 @@ from planner.bench.timing import (
 )
 from planner.demo.runs import TorchRun
 from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, our_way, two_step_sum
-from planner.timing import timed
+from planner.tune.timing import timed
 from planner.workloads import WORKLOADS
 
 __all__ = ["clique", "sliced_einsum", "three_way_batch", "warm_call"]

@@ -12,7 +12,7 @@ import numpy as np
 import planner
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
-from planner.timing import timed
+from planner.tune.timing import timed
 
 __all__ = ["families"]
 

@@ -16,7 +16,7 @@ import opt_einsum
 
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
-from planner.timing import timed
+from planner.tune.timing import timed
 
 __all__ = ["SIZES", "large_networks", "networks"]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.demo.runs import PAUSE_SECONDS, RUNS, Run, differences
 from planner.demo.ways import Framework, Way
-from planner.timing import block_seconds, timed
+from planner.tune.timing import block_seconds, timed
 from planner.workloads import Skew, Workload
 
 __all__ = [

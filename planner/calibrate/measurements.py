@@ -23,7 +23,7 @@ from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
-from planner.timing import least_seconds
+from planner.tune.timing import least_seconds
 
 __all__ = ["STAGES", "measure"]
 

@@ -16,7 +16,7 @@ from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.implementations import MASK
 from planner.program.plan import PlanRecord
-from planner.timing import least_seconds
+from planner.tune.timing import least_seconds
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["FACTORS", "StepTime", "check", "check_text", "check_workload", "shares_text"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.demo.cases import Case, Scale
 from planner.demo.ways import Framework, Way
-from planner.timing import timed
+from planner.tune.timing import timed
 from planner.workloads import Skew, Workload
 
 __all__ = [

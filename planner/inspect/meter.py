@@ -19,7 +19,7 @@ from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import bind_plan
-from planner.timing import timed
+from planner.tune.timing import timed
 
 __all__ = ["Call", "Meter", "Timer", "meter_of", "of_some"]
 

@@ -27,8 +27,8 @@ from planner.program.tree import Tree
 from planner.search.alternatives import alternatives
 from planner.search.stored import recall_plan
 from planner.search.verify import keep_fitting
-from planner.timing import block_seconds
 from planner.tune.tiles import tune_tiles
+from planner.tune.timing import block_seconds
 from planner.version import __version__
 
 __all__ = ["Timings", "candidates", "key_of", "autotune", "time_programs"]
