@@ -23,7 +23,7 @@ from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.backends.jax import step as jax_step  # noqa: E402
 from planner.backends.jax import tiled as jax_tiled  # noqa: E402
 from planner.backends.jax.rows import make_table  # noqa: E402
-from planner.kernels.grouped_matmul import jax_grouped  # noqa: E402
+from planner.kernels.grouped_matmul import jax_grouped, jax_tilings  # noqa: E402
 from planner.language.parse import parse  # noqa: E402
 from planner.language.spec import term_gathers  # noqa: E402
 from planner.program.calls import RangedIndices  # noqa: E402
@@ -181,7 +181,7 @@ def test_the_seed_in_half_types_holds_no_gathered_matrices():
 def test_programs_for_amd_run_the_same_tiles():
     _, run = planned(SEED, A100, True)
     module = jax.export.export(jax.jit(run), platforms=["cuda", "rocm"])(*stand_ins(SEED)).mlir_module()
-    tiles = jax_grouped.card_tiling((131_072, 1, 2048, 64, 64)).tiles
+    tiles = jax_tilings.card_tiling((131_072, 1, 2048, 64, 64)).tiles
     assert module.count("stablehlo.dot_general") == 6  # for each platform one product, and two for gradients
     assert module.count(f"tensor<{tiles}x64x64xf32>) -> tensor<{tiles}x64x64xf32>") >= 6
 
@@ -243,7 +243,7 @@ def test_plans_for_a_card_compute_values_and_gradients(as_on_a_card, monkeypatch
     plan, run = planned(SMALL, H200, True, index_mode=index_mode, minimize="peak")
     ran = [step.choice.lowering for step in plan.steps if step.choice.lowering != "mask"]
     assert ran == ["grouped matmul", "grouped matmul", "grouped outer"]
-    assert jax_grouped.card_tiling((300, 2, 7, 5, 6)).steps > 1
+    assert jax_tilings.card_tiling((300, 2, 7, 5, 6)).steps > 1
     expected_a = a
     if index_mode == "drop":
         indices["q"][::7] = 7
@@ -350,7 +350,7 @@ def test_scratch_is_what_is_foretold(sizes):
     index = jax.ShapeDtypeStruct((n,), "int32")
     groups = jax.eval_shape(functools.partial(jax_grouped.CARD.group_rows, size=g), index)
     for what, arrays in (("matmul", (a, c, groups)), ("gradients", (out, a, c, groups))):
-        foretold = jax_grouped.scratch_bytes(what, sizes, "float32", None, jax_grouped.card_tiling)
+        foretold = jax_grouped.scratch_bytes(what, sizes, "float32", None, jax_tilings.card_tiling)
         run = getattr(jax_grouped.CARD, f"grouped_{what}")
         assert 0.9 * foretold < xla_temporaries(run, *arrays) <= foretold
 

@@ -44,7 +44,7 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.floor import FUSED_TERMS
 from planner.kernels.gathered_dot import jax_pooled
-from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
+from planner.kernels.grouped_matmul import jax_grouped, jax_tilings, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, is_inexact, itemsize
 from planner.language.spec import Spec, term_gathers
@@ -229,7 +229,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     lanes = 1.28 * n * i
     seconds = 70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k))
     loops = 1.8 if pair else 1
-    scratch = loop_scratch(op, form, jax_grouped.tiling)
+    scratch = loop_scratch(op, form, jax_tilings.tiling)
     return [
         Work(
             op.flops(), device.flop_rate, op.bytes_touched(), 0, scratch, launches=20 * loops, seconds=loops * seconds

@@ -21,7 +21,7 @@ from planner.backends.common.stock_rows import stock_kind, stock_work
 from planner.backends.jax.ops import OPS
 from planner.cost.device import GPU, Device
 from planner.cost.figures import Work
-from planner.kernels.grouped_matmul import jax_grouped
+from planner.kernels.grouped_matmul import jax_tilings
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import accumulator, itemsize
@@ -37,7 +37,7 @@ __all__ = ["card_work", "in_pieces", "loop_scratch", "tiled_work"]
 # program, as a part of the time of an operator (estimates).
 _TABLE_KERNELS, _STEP_KERNELS, _LAUNCH_PART = 20, 8, 0.3
 # Bytes of all arrays of a piece of rows, and its kernels: two takes, a product, a sum by index, and slices.
-_PIECE_BYTES, _PIECE_KERNELS = 2 * jax_grouped.CARD_STEP_BYTES, 5
+_PIECE_BYTES, _PIECE_KERNELS = 2 * jax_tilings.CARD_STEP_BYTES, 5
 # Bytes that a radix sort moves for each key of 32 bits: four passes, each of which reads twice and writes once.
 _SORTED_BYTES = 48
 
@@ -47,7 +47,7 @@ def _function(op: Op, form: GroupedForm) -> str:
     return "gradients" if isinstance(op, JointGradient) else "outer" if form.outer else "matmul"
 
 
-def loop_scratch(op: Op, form: GroupedForm, tiling_of: jax_grouped.TilingOf) -> int:
+def loop_scratch(op: Op, form: GroupedForm, tiling_of: jax_tilings.TilingOf) -> int:
     """Return the bytes that a step in a loop over tiles holds besides its results."""
     n, _, g, _, _ = form.sizes
     loop = jax_grouped.scratch_bytes(_function(op, form), form.sizes, op.dtype, form.targets, tiling_of)
@@ -66,7 +66,7 @@ def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Wo
     """
     (n, i, _, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
     exact = max(size, 4)
-    tile = jax_grouped.card_tiling(form.sizes, size)
+    tile = jax_tilings.card_tiling(form.sizes, size)
     tiles = (tile.steps or 0) * tile.tiles
     lanes = tiles * tile.rows * i
     # Rows and matrices are taken, then read; the products are written in the type of the sums, then read.
@@ -81,7 +81,7 @@ def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Wo
     flops = op.products * 2 * lanes * j * k
     padded = max(1.0, flops / max(1, op.flops()))
     launches = _LAUNCH_PART * (_TABLE_KERNELS + _STEP_KERNELS * (tile.steps or 0) * (1.5 if pair else 1))
-    scratch = loop_scratch(op, form, jax_grouped.card_tiling)
+    scratch = loop_scratch(op, form, jax_tilings.card_tiling)
     return [
         # In JAX the sort is part of the program, whether the caller prepared the index array or not.
         Work(op.flops(), rate / padded, op.bytes_touched() + moved + _SORTED_BYTES * n, 0, scratch, launches=launches),
@@ -209,7 +209,7 @@ def _find_pieces(op: Op) -> Pieces | str:
         return "no axis is in all brackets"
     axis = max(axes, key=spec.size)
     touched, rows = op.bytes_touched(), _row_bytes(op)
-    steps = min(spec.size(axis), -(-rows // max(_PIECE_BYTES, touched // jax_grouped.CARD_STEP_PART)))
+    steps = min(spec.size(axis), -(-rows // max(_PIECE_BYTES, touched // jax_tilings.CARD_STEP_PART)))
     return Pieces(axis, steps, target if adds else None) if steps > 1 else "all rows fit into one piece"
 
 

@@ -1,0 +1,75 @@
+"""How many rows the tiles of stock XLA have, and how many a step of the loop takes, on a CPU and on a graphics card."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from planner.kernels.grouping.jax_grouping import most_tiles
+
+TILE_ROWS = 256  # most rows of a tile's matrix
+LANES = 8  # rows per tile are a multiple of this
+STEP_NUMBERS = 2**19  # numbers that a step reads and writes: 2 MB of float32
+MAX_TILES = 64
+CARD_ROWS = 256  # most rows of a tile's matrix on a card
+CARD_STEP_BYTES = 3 * 2**23  # the factors and the product of a step on a card: 512 tiles of 64 rows by 64 x 64
+CARD_STEP_PART = 8  # the same, as a part of operands and result, if that is more
+
+
+class Tiling(NamedTuple):
+    """How many rows a tile has, and how a loop takes tiles.
+
+    Attributes:
+        rows: Rows per tile.
+        tiles: Tiles per step.
+        steps: Steps of the loop; None if it ends after the last tile that has rows.
+    """
+
+    rows: int
+    tiles: int
+    steps: int | None = None
+
+    @property
+    def on_card(self) -> bool:
+        """Whether they are made for a card."""
+        return self.steps is not None
+
+
+# From the sizes (N, I, G, J, K) and the bytes of a number to the tiles.
+TilingOf = Callable[[tuple[int, ...], int], Tiling]
+
+
+def tiling(sizes: tuple[int, ...], itemsize: int = 4) -> Tiling:
+    """Choose the tiles on a CPU for N rows `(I, J)` or `(I, K)` and G matrices `(J, K)`.
+
+    A tile should hold a whole group, but lanes beyond the group's end are multiplied in vain. So a tile has the average
+    number of rows plus two standard deviations, as if rows chose their groups independently. A step takes as many tiles
+    as stay in the cache.
+    """
+    rows, size_i, groups, size_j, size_k = sizes
+    average = rows / max(groups, 1)
+    whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
+    tile_rows = max(1, min(whole_group, max(TILE_ROWS // max(size_i, 1), 1), rows))
+    tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
+    tiles = max(1, min(STEP_NUMBERS // max(tile_numbers, 1), MAX_TILES, -(-rows // tile_rows)))
+    return Tiling(tile_rows, tiles)
+
+
+def card_tiling(sizes: tuple[int, ...], itemsize: int = 4) -> Tiling:
+    """Choose the tiles on a graphics card for N rows `(I, J)` or `(I, K)` and G matrices `(J, K)`.
+
+    Let a group have m rows `(J,)` and a tile r. Padding the group's last tile moves up to `r (J + K)` numbers, and
+    taking the matrices of its tiles moves `m / r J K`. The sum is least if r is the square root of `m J K / (J + K)`.
+    A step should take so many tiles that its launches do not matter, but few next to what is in memory anyway.
+    """
+    rows, size_i, groups, size_j, size_k = sizes
+    named = min(groups, rows)
+    average = rows * size_i / max(named, 1)
+    best = math.sqrt(average * size_j * size_k / max(size_j + size_k, 1))
+    matrix_rows = min(CARD_ROWS, 1 << max(3, math.ceil(math.log2(max(best, 1)))))
+    tile_rows = max(1, min(matrix_rows // max(size_i, 1), rows))
+    most = max(1, most_tiles(rows, tile_rows, groups, empty=False))
+    tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
+    all_numbers = rows * size_i * (size_j + size_k) + groups * size_j * size_k
+    step_numbers = max(CARD_STEP_BYTES // itemsize, all_numbers // CARD_STEP_PART)
+    steps = -(-most // max(1, step_numbers // max(tile_numbers, 1)))
+    return Tiling(tile_rows, -(-most // steps), steps)
