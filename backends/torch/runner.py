@@ -29,19 +29,21 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
-    forward_mode,
+    below_transforms,
+    carries_tangents,
     in_functorch,
     only_grads,
     only_stock,
     transformed,
+    under_grads,
     usual,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import NATIVE, compile_native
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import dispatches, finite, is_recorded, unseen
+from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
@@ -53,10 +55,6 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
 
 __all__ = ["family_runner", "runner", "symbol_runner"]
-
-# Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
-# computes the sum first, see `Executable.against`.
-MOST_NATIVE_SECONDS = 2e-4
 
 
 def runner(plan: PlanRecord, table: Table) -> RunPlan:
@@ -141,13 +139,27 @@ def _run_indexed(
 ) -> Tensor:
     """Run native calls if the index arrays do as they are, and no guard would act; else run the plan as usual."""
     index: RangedIndices | None = None
-    if usual(*operands) or _as_usual(operands):
-        index = _as_they_are(executable, operands, indices)
-        if index is not None and executable.reads_unread and not all(map(finite, operands)):
-            index = None
+    if usual(*operands):
+        index = _as_read(executable, operands, indices)
+    elif (inside := under_grads(*operands)) is not None:
+        with below_transforms():
+            index = _as_read(executable, inside, indices)
+    elif _as_usual(operands) and not any(map(unseen, operands)):
+        index = _as_read(executable, operands, indices)
     elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
         index = None if executable.reads_unread or executable.drops else executable.prepare(indices)
     return _run(executable, operands, indices) if index is None else native([*executable.views(operands), index])
+
+
+def _as_read(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> RangedIndices | None:
+    """Return the index arrays for native calls, or None if these would have to copy or mask something.
+
+    The operands have values, and none is batched.
+    """
+    index = _as_they_are(executable, operands, indices)
+    if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
+        return None
+    return index
 
 
 def _as_usual(operands: Sequence[Tensor]) -> bool:
@@ -156,7 +168,7 @@ def _as_usual(operands: Sequence[Tensor]) -> bool:
     Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
     in, and must save the same tensors.
     """
-    return not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)))
+    return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
 
 
 def _as_they_are(
@@ -166,8 +178,6 @@ def _as_they_are(
 
     Then all are row-major, of int64, and without negative entries.
     """
-    if in_functorch() and any(map(unseen, operands)):
-        return None
     index = RangedIndices(False)
     index.sizes = executable.sizes
     for gather, own in executable.gathers.items():
@@ -264,7 +274,7 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
 
 def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:
     """Return whether torch's own operators run a plan: nothing else has the derivatives, or a compiler fuses them."""
-    if only_stock() or any(map(dispatches, operands)):
+    if only_stock(*operands) or any(map(dispatches, operands)):
         return True
     recorded = is_recorded(operands[0]) and torch.compiler.is_compiling()
     return recorded and not bare_operators() and _is_stock(executable)
