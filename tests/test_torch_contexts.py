@@ -4,6 +4,7 @@ The first call with new shapes is planned: it is cold. Planning runs no operator
 operators, or what autograd saves, can tell a cold call from a warm one.
 """
 
+import contextlib
 import itertools
 import pathlib
 from functools import partial
@@ -16,10 +17,13 @@ import planner
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from planner.backends.torch import executable  # noqa: E402
 
 # Spec, shapes with None for the size that makes a call new, shapes and sizes of index arrays, options.
 CALLS = {
@@ -314,6 +318,49 @@ def test_calls_are_the_same_in_a_context(name, context):
             got, expected = around_all(way)(around_call(run), operands), way(call, operands)
             # In a mode operators run, which return no views.
             assert_same(got, expected, strides="autocast" not in context and "mode" not in context)
+
+
+@pytest.mark.parametrize("name", ["transposed product", "gathered product", "scores", "chain"])
+def test_a_checkpoint_may_run_once_inside_of_forward_mode_and_once_outside(name):
+    """If no operand is dual. With tangents torch's own operators save other tensors too."""
+    call, operands = cold_call(name)
+    leaves = [x.detach().requires_grad_() for x in operands]
+    expected = torch.autograd.grad(call(*leaves).sum(), leaves)
+    for first, second in ((dual_level, contextlib.nullcontext), (contextlib.nullcontext, dual_level)):
+        with first():
+            total = checkpoint(call, *leaves, use_reentrant=False).sum()
+        with second():
+            gradients = torch.autograd.grad(total, leaves)
+        assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_may_be_dual_where_no_operand_was(create_graph):
+    """As that of a layer whose weights have no tangents, below one whose weights have some."""
+    a, b, w = (torch.randint(-3, 4, s).float().requires_grad_() for s in ((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 5, 6)))
+    a, tangents = a.transpose(1, 2).detach().requires_grad_(), []
+    b = b.transpose(1, 2).detach().requires_grad_()
+    for product in (planner.contract, torch.einsum):
+        with dual_level():
+            dual = make_dual(w, torch.ones_like(w))
+            total = (product("bihd,bjhd->bhij", a, b) * dual).sum()
+            gradients = torch.autograd.grad(total, (a, b), create_graph=create_graph)
+            tangents.append([unpack_dual(g).tangent for g in gradients])
+    assert all(map(torch.equal, *tangents))
+
+
+def test_strides_of_gradients_are_remembered(monkeypatch):
+    """Which backward program suits them is found out once."""
+    a, b = (torch.randint(-3, 4, s).float().requires_grad_() for s in ((2, 5, 3, 4), (2, 6, 3, 4)))
+    asked, found = [], executable.Executable._suited
+    monkeypatch.setattr(executable.Executable, "_suited", lambda *xs: asked.append(xs) or found(*xs))
+    for _ in range(3):
+        ours, theirs = (
+            torch.autograd.grad(product("bihd,bjhd->bhij", a, b).sum(), (a, b))
+            for product in (planner.contract, torch.einsum)
+        )
+        assert all(map(torch.equal, ours, theirs))
+    assert len(asked) == 1
 
 
 @each_call

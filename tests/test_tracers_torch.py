@@ -16,7 +16,9 @@ import planner
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch.export import Dim  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
@@ -347,6 +349,31 @@ def saved_bytes(function, arrays):
         result = function(*arrays)
     assert result.requires_grad
     return sum(size for pointer, size in saved.items() if pointer not in own)
+
+
+def test_a_compiled_small_gather_is_recorded_as_operators_of_torch():
+    """Also where it multiplies rows of a pool that no index names: these are masked, and the pool is kept as it is."""
+    recorded = []
+
+    def record(module, _):
+        recorded.extend(node.target for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
+
+    made = torch.compile(
+        lambda a, c, q: planner.contract("ij, q[n]j -> in", a, c, q=q),
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=record, bw_compiler=record),
+    )
+    a, c, q = leaves(integers(5, 4), integers(3, 4), torch.tensor([2, 0, 2, 2, 0, 0, 2]))
+    with torch.no_grad():
+        c[1] = torch.nan
+    result, expected = made(a, c, q), torch.einsum("ij,nj->in", a, c[q])
+    assert torch.equal(result, expected)
+    found, wanted = (torch.autograd.grad(y.square().sum(), (a, c)) for y in (result, expected))
+    assert all(map(torch.equal, found, wanted))
+    assert torch.ops.aten.mm.default in recorded
+    assert not {torch.ops.planner.forward.default, torch.ops.planner.backward.default} & set(recorded)
+    assert saved_bytes(made, [a, c, q]) <= q.nbytes  # an index array in range at most
 
 
 def test_a_compiled_call_keeps_what_an_eager_call_keeps():

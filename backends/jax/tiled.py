@@ -21,7 +21,7 @@ from planner.backends.common.stock_rows import stock_kind, stock_work
 from planner.backends.jax.ops import OPS
 from planner.cost.device import GPU, Device
 from planner.cost.figures import Work
-from planner.kernels.grouped_matmul import jax_tilings
+from planner.kernels.grouped_matmul import jax_grouped, jax_tilings
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import accumulator, itemsize

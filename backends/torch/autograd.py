@@ -20,6 +20,7 @@ from planner.backends.torch.contexts.modes import (
     autocasts,
     autograd_batches,
     bare_operators,
+    carries_tangents,
     hint,
     in_functorch,
     over_batch,
@@ -38,6 +39,7 @@ from planner.backends.torch.contexts.traced import (
     operator_arguments,
     run_backward,
     run_forward,
+    separate_gradients,
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
@@ -93,13 +95,8 @@ def _apply(
     """
     if in_functorch():
         return function.apply(executable, prepared, *tensors)
-    return _bare_apply(function)(executable, prepared, *unwrapped(*tensors))
-
-
-def _bare_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return the `apply` that a Function inherits from torch's C++ base."""
-    base: Any = super(torch.autograd.Function, function)
-    return base.apply
+    plain: Any = super(torch.autograd.Function, function)
+    return plain.apply(executable, prepared, *unwrapped(*tensors))
 
 
 def _split(
@@ -119,18 +116,13 @@ def _split(
 
 
 def _as_output(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
-    """Return a result as a Function may return it: no argument itself, nor a view of what the Function allocated."""
-    if any([result is x for x in arrays]):
-        return result.view_as(result)
-    return result if result._base is None else _detach_fresh_view(result, arrays)
-
-
-def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
-    """Return a Function's result, detached if it is a view of a tensor that the Function allocated.
+    """Return a result as a Function may return it: no argument itself, and no view of what the Function allocated.
 
     Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
     write would change the argument unseen. For a view of a fresh tensor it would be a needless refusal.
     """
+    if any([result is x for x in arrays]):
+        return result.view_as(result)
     base = result._base
     if base is None or any(base is x or base is x._base for x in arrays if x is not None):
         return result
@@ -158,8 +150,7 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
-        operands, indices, _ = _split(executable, prepared, arrays)
-        result, kept = run_forward(executable, operands, indices)
+        result, kept = run_forward(executable, *_split(executable, prepared, arrays)[:2])
         return (_as_output(result, arrays), *kept)
 
     @staticmethod
@@ -182,6 +173,8 @@ class _Contract(torch.autograd.Function):
         """Return what `backward` returns, from the saved tensors."""
         count, is_usual = len(ctx.executable.plan.operands), usual(gradient)
         blank = (None,) * (len(ctx.executable.arrays) - len(ctx.prepared))
+        if not (is_usual or in_functorch()) and carries_tangents(gradient, *saved[:count]):
+            return (None, None, *_dual_gradients(ctx, gradient, saved), *blank)
         with as_planned():
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
@@ -216,7 +209,7 @@ class _Contract(torch.autograd.Function):
 
 
 class _ContractUsual(torch.autograd.Function):
-    """The same for calls that are `usual`: in a fifth less time, since it looks less at what surrounds the call."""
+    """The same for calls that are `usual`, in a fifth less time: it looks less at what surrounds the call."""
 
     @staticmethod
     def forward(ctx: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
@@ -228,7 +221,7 @@ class _ContractUsual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
         plain = gradient is not None and usual(gradient) and not (torch.is_grad_enabled() or autocasts())
-        if not plain or autograd_batches(gradient):
+        if gradient is None or not plain or autograd_batches(gradient):
             return _Contract.backward(ctx, gradient)
         saved, own = ctx.saved_tensors, ctx.executable
         executable, gradient = own.against(gradient)
@@ -240,7 +233,17 @@ class _ContractUsual(torch.autograd.Function):
         return (None, None, *of_operands, *(None,) * (len(own.arrays) - len(ctx.prepared)))
 
 
-_apply_usual = _bare_apply(_ContractUsual)
+def _dual_gradients(ctx: Any, gradient: Tensor, saved: Sequence[Any]) -> list[Tensor | None]:
+    """Return the gradients in forward mode, for which Functions have no rule: each is a contraction of its own."""
+    operands, indices, _ = _split(ctx.executable, ctx.prepared, saved)
+    blank, shapes = gradient.new_zeros(()), ctx.shapes or [x.shape for x in operands]
+    arrays = [blank.expand(s) if x is None else x for x, s in zip(operands, shapes, strict=True)]
+    parts = separate_gradients(ctx.executable, gradient, arrays, indices)
+    dtypes = [torch_dtype(operand.dtype) for operand in ctx.executable.plan.operands]
+    return [g if g is None else _in_dtype(g, d).reshape(s) for g, d, s in zip(parts, dtypes, shapes, strict=True)]
+
+
+_apply_usual: Any = getattr(super(torch.autograd.Function, _ContractUsual), "apply")  # noqa: B009
 
 
 class _Gradient(torch.autograd.Function):
@@ -254,7 +257,7 @@ class _Gradient(torch.autograd.Function):
     def forward(executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
         operands, indices, kept = _split(executable, prepared, saved)
         gradients = run_backward(executable, gradient, operands, indices, kept)
-        return tuple(_detach_fresh_view(g, (gradient, *saved)) for g in gradients if g is not None)
+        return tuple(_as_output(g, (gradient, *saved)) for g in gradients if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -38,7 +38,7 @@ from planner.program.ops import Cast, Op
 from planner.program.program import Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
-__all__ = ["NATIVE", "compile_native"]
+__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "compile_native"]
 
 # A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
@@ -48,6 +48,9 @@ Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
 INDEXED = {"take": "segment sum", "segment sum": "take"}
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *INDEXED)
+# Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
+# computes the sum first, see `Executable.against`.
+MOST_NATIVE_SECONDS = 2e-4
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the

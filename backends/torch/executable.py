@@ -296,10 +296,8 @@ class Executable:
         plain = type(gradient) is Tensor and not (gradient.requires_grad or is_recorded(gradient) or transformed())
         if not plain or self.empty or torch.compiler.is_compiling():
             return self, gradient
-        suited = self.suited.get(strides)
-        if suited is None:  # no other gradient of this call's shape has these strides yet
-            suited = self._suited(gradient)
-            enter(self.suited, strides, suited, 8)
+        if (suited := self.suited.get(strides)) is None:
+            enter(self.suited, strides, suited := self._suited(gradient), 8)
         executable, dims = suited
         for d in dims:
             gradient = gradient.select(d, 0)
@@ -308,30 +306,27 @@ class Executable:
     def _suited(self, gradient: Tensor) -> tuple[Executable, tuple[int, ...]]:
         """Return the executable whose backward pass suits a gradient, and the dimensions to select a slice of."""
         limit = self.plan.options.memory_limit
-        repeated = tuple(d for d in self.summable_dims if gradient.stride(d) == 0 and gradient.shape[d] > 1)
-        if len(self.reshape) > MOST_PLANNED_AGAIN:
-            repeated = ()
-        fits, dims = limit is None or self._fits(gradient, limit), repeated[::-1]
+        dims = self.summable_dims if len(self.reshape) <= MOST_PLANNED_AGAIN else ()
+        repeated = tuple(d for d in dims if gradient.stride(d) == 0 and gradient.shape[d] > 1)
+        fits = limit is None or self._fits(gradient, limit)
+        own: tuple[Executable, tuple[int, ...]] = (self, ())
         if fits and not repeated:
-            return self, ()
-        for d in dims:
-            gradient = gradient.select(d, 0)
+            return own
+        left = [d for d in range(gradient.dim()) if d not in repeated]
+        shape, strides = (tuple(x[d] for d in left) for x in (gradient.shape, gradient.stride()))
         if self.sizes is not None:
-            shared = self.family_for(repeated, layout_of(gradient.shape, gradient.stride()))
+            shared = self.family_for(repeated, layout_of(shape, strides))
             if shared is None or not self._has_read(shared):
-                return self, ()
-            return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), dims
-        other = self.executable_for(repeated, gradient.stride())
-        if isinstance(other, PlannerLimitError):
-            if fits:
-                return self, ()
-            raise self._refusal(other, gradient.stride())
-        if not self._has_read(other):
-            return self, ()
+                return own
+            return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), repeated[::-1]
+        other = self.executable_for(repeated, strides)
+        if isinstance(other, PlannerLimitError) and not fits:
+            raise self._refusal(other, strides)
+        if isinstance(other, PlannerLimitError) or not self._has_read(other):
+            return own
         other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
-        assert other_cost is not None
-        assert cost is not None
-        return (self, ()) if limit is None and cost.seconds <= other_cost.seconds else (other, dims)
+        assert other_cost is not None and cost is not None  # noqa: PT018
+        return own if limit is None and cost.seconds <= other_cost.seconds else (other, repeated[::-1])
 
     def _has_read(self, other: Executable) -> bool:
         """Return whether the forward pass of this executable saves all operands that another may read."""

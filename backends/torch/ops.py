@@ -29,6 +29,7 @@ __all__ = [
     "dispatches",
     "finite",
     "matrix_product",
+    "is_finite",
     "is_recorded",
     "multiply",
     "not_dense",
@@ -278,11 +279,16 @@ def occurs(x: Tensor) -> bool:
 
 def finite(x: Tensor) -> bool:
     """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
-    return is_recorded(x) or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
+    return is_recorded(x) or (not captured(x) and is_finite(x))
 
 
-# Runs a `Guard`.
-GUARD = guard_run(OPS, finite)
+def is_finite(x: Tensor) -> bool:
+    """Return whether all numbers of a tensor with values are finite."""
+    return torch_pooled.sum_is_finite(x.detach())
+
+
+# Runs a `Guard`. A tracer records its mask.
+GUARD = guard_run(OPS, lambda x: not is_recorded(x) and finite(x))
 
 
 def conjugate(x: Tensor) -> Tensor:

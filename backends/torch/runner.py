@@ -30,19 +30,21 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
-    forward_mode,
+    below_transforms,
+    carries_tangents,
     in_functorch,
     only_grads,
     only_stock,
     transformed,
+    under_grads,
     usual,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import NATIVE, compile_native
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import dispatches, finite, is_recorded, unseen
+from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
@@ -58,9 +60,6 @@ from planner.program.tree import Leaf, Tree
 
 __all__ = ["family_runner", "kept_copies", "runner", "symbol_runner"]
 
-# Longer plans with index arrays and gradients run as a Function. Its overhead does not show there, and of a gradient
-# that repeats it computes the sum first, see `Executable.against`.
-MOST_NATIVE_SECONDS = 2e-4
 # Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
 # operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
 MOST_COPYING_SECONDS = 1e-3
@@ -168,17 +167,18 @@ class _Indexed:
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         executable, member = self.executable, self.member
         index: RangedIndices | None = None
-        is_usual = usual(*operands)
-        if is_usual or _as_usual(operands):
-            trusts = is_usual and self.selects
-            index = _as_they_are(executable, member, operands, indices, trusts)
-            if index is not None and executable.reads_unread and not all(map(finite, operands)):
-                index = None
-            if index is not None and trusts:
+        if usual(*operands):
+            index = _as_read(executable, member, operands, indices, self.selects)
+            if index is not None and self.selects:
                 try:
                     return self.native([*executable.views(operands, member), index])
                 except (IndexError, RuntimeError):  # a negative index, or one out of range
                     index = None
+        elif (inside := under_grads(*operands)) is not None:
+            with below_transforms():
+                index = _as_read(executable, member, inside, indices)
+        elif _as_usual(operands) and not any(map(unseen, operands)):
+            index = _as_read(executable, member, operands, indices)
         elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
             index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
         if index is None:
@@ -192,13 +192,30 @@ class _Indexed:
         return self.executable
 
 
+def _as_read(
+    executable: Executable,
+    member: Member | None,
+    operands: Sequence[Tensor],
+    indices: Mapping[str, Any],
+    trusts: bool = False,
+) -> RangedIndices | None:
+    """Return the index arrays for native calls, or None if these would have to copy or mask something.
+
+    The operands have values, and none is batched.
+    """
+    index = _as_they_are(executable, member, operands, indices, trusts)
+    if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
+        return None
+    return index
+
+
 def _as_usual(operands: Sequence[Tensor]) -> bool:
     """Return whether native calls may run though something surrounds the call.
 
     Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
     in, and must save the same tensors.
     """
-    return not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)))
+    return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
 
 
 def _selects(executable: Executable) -> bool:
@@ -223,8 +240,6 @@ def _as_they_are(
     Then all are row-major, of int64, and without negative entries. If it `trusts` arrays on a CPU, the operators that
     read them find out whether they are in range.
     """
-    if in_functorch() and any(map(unseen, operands)):
-        return None
     index = RangedIndices(False)
     index.sizes = sizes = executable.sizes if member is None else member.sizes
     shapes = executable.index_shapes if member is None else member.index_shapes
@@ -359,7 +374,7 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
 
 def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:
     """Return whether torch's own operators run a plan: nothing else has the derivatives, or a compiler fuses them."""
-    if only_stock() or any(map(dispatches, operands)):
+    if only_stock(*operands) or any(map(dispatches, operands)):
         return True
     recorded = is_recorded(operands[0]) and torch.compiler.is_compiling()
     return recorded and not bare_operators() and _is_stock(executable)

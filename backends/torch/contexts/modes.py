@@ -11,15 +11,20 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "checkpoints", "deterministic", "differ",
-           "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch", "is_symbol", "only_grads", "only_stock",
-           "over_batch", "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrap",
-           "unwrapped", "usual", "watched"]  # fmt: skip
+__all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "below_transforms", "carries_tangents",
+           "checkpoints", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch",
+           "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts", "transform", "transformed",
+           "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual", "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped, _inside = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
+_KEY = torch._C.DispatchKey
+_FUNCTORCH_KEYS = torch._C.DispatchKeySet(_KEY.FuncTorchDynamicLayerFrontMode) | torch._C.DispatchKeySet(
+    _KEY.FuncTorchDynamicLayerBackMode
+)
 # Returns a tensor without the wrapper of a transform that has ended.
 unwrap: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 _JVP = torch._C._functorch.TransformType.Jvp
@@ -54,6 +59,25 @@ def usual(*tensors: Any) -> bool:
         if type(x) not in _TENSORS or x.is_meta:
             return False
     return transform() is None and not watched() and scripts() is None and forward_ad._current_level < 0
+
+
+def under_grads(*tensors: Any) -> list[torch.Tensor] | None:
+    """Return what is inside tensors that only `torch.func.grad` wraps, if they are `usual` but for that; else None."""
+    if watched() or scripts() is not None or not only_grads():
+        return None
+    inside = []
+    for x in tensors:
+        while _is_wrapped(x):
+            x = _inside(x)
+        if type(x) not in _TENSORS or x.is_meta:
+            return None
+        inside.append(x)
+    return inside
+
+
+def below_transforms() -> Any:
+    """Return a context in which operators on plain tensors take no way through the transforms of `torch.func`."""
+    return torch._C._ExcludeDispatchKeyGuard(_FUNCTORCH_KEYS)
 
 
 @contextlib.contextmanager
@@ -99,12 +123,19 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0 or (in_functorch() and any(t.key() == _JVP for t in _transforms() or ()))
 
 
-def only_stock() -> bool:
+def carries_tangents(*tensors: Any) -> bool:
+    """Return whether forward mode goes through a call of these tensors, or None: under a `jvp`, or if one is dual."""
+    if in_functorch() or not forward_mode():
+        return forward_mode()
+    return any([x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors])
+
+
+def only_stock(*tensors: Any) -> bool:
     """Return whether only torch's own operators have the derivatives that may be asked for.
 
     That is in forward mode, and under a transform with `torch.func.functionalize`, which knows no Functions.
     """
-    if forward_mode():
+    if carries_tangents(*tensors):
         return True
     levels = (in_functorch() and _transforms()) or ()
     return len(levels) > 1 and any(level.key() == _FUNCTIONALIZE for level in levels)

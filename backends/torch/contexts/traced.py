@@ -29,6 +29,7 @@ from planner.backends.torch.contexts.flops import register_flops
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
+    bare_operators,
     checkpoints,
     differ,
     fixed,
@@ -38,6 +39,7 @@ from planner.backends.torch.contexts.modes import (
     usual,
     watched,
 )
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, finite, is_recorded, occurs, torch_dtype
@@ -51,12 +53,13 @@ from planner.language.spec import Gather, Term
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices
+from planner.program.implementations import MASK, RangedIndices
 from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 
 __all__ = ["backward_operator", "contract_gradient", "executable_for", "forward_operator", "join_indices", "opaque",
-           "operator_arguments", "run_backward", "run_forward", "wide_result"]  # fmt: skip
+           "operator_arguments", "run_backward", "run_forward", "separate_gradients",
+           "wide_result"]  # fmt: skip
 
 
 def opaque(executable: Executable, x: Tensor) -> bool:
@@ -69,10 +72,27 @@ def opaque(executable: Executable, x: Tensor) -> bool:
     if usual(x):
         return False
     recorded = is_recorded(x)
+    if recorded and _fuses(executable):
+        return False
     if not watched() or in_functorch():
         return recorded
     register_flops()
     return recorded or not (executable.only_views or (executable.only_stock and checkpoints()))
+
+
+def _fuses(executable: Executable) -> bool:
+    """Return whether a compiler records the steps of both programs, torch's own operators, and fuses them.
+
+    That is so for small plans with index arrays that keep operands only. An operator that is written in Python takes
+    longer than their steps.
+    """
+    plan, rows = executable.plan, executable.table.rows
+    small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
+    limited = plan.options.memory_limit is not None or plan.options.retain_limit is not None
+    if not small or limited or executable.drops or not torch.compiler.is_compiling() or bare_operators():
+        return False
+    names = {step.choice.lowering for step in executable.programs.steps} - {MASK}
+    return plan.loop is None and all(rows[name].stock for name in names)
 
 
 def run_forward(
@@ -98,7 +118,12 @@ def run_backward(
 ) -> list[Tensor | None]:
     """Return a gradient for each operand that needs one; as in `run_forward`, a tracer records the operator."""
     if not opaque(executable, gradient):
-        return executable.backward(gradient, operands, executable.prepare(indices), kept)
+        index = executable.prepare(indices)
+        if is_recorded(gradient):
+            # What is made of index arrays depends on the gradient, so the compiler does not make and keep it before.
+            nothing = gradient.reshape(-1)[:1].isnan().bitwise_and(False)
+            index.update({gather: index[gather] + nothing for gather in executable.gathers})
+        return executable.backward(gradient, operands, index, kept)
     plan, names, arrays, sizes = operator_arguments(executable, indices)
     gradients = iter(backward_operator(plan, names, arrays, gradient, list(operands), list(kept), sizes))
     return [None if v is None else next(gradients) for v in executable.programs.gradients]
@@ -177,7 +202,7 @@ def _backward(
         if wide_result(executable, operands, indices, index) is None:
             gradients = executable.backward(gradient, operands, index, kept)
         else:
-            gradients = _wide_gradients(executable, gradient, operands, indices)
+            gradients = separate_gradients(executable, gradient, operands, indices)
         results = [g for g in gradients if g is not None]
         return _fulfil(results, promises, [gradient, *operands, *arrays, *kept])
 
@@ -213,10 +238,10 @@ forward_operator: Any = torch.ops.planner.forward.default
 backward_operator: Any = torch.ops.planner.backward.default
 
 
-def _wide_gradients(
+def separate_gradients(
     executable: Executable, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any]
 ) -> list[Tensor | None]:
-    """Return each gradient as a contraction by a transposed spec, which masks NaN and infinities for itself."""
+    """Return each gradient as a contraction of its own, which masks NaN and infinities for itself."""
     return [
         None if variable is None else contract_gradient(executable, number, gradient, operands, indices)
         for number, variable in enumerate(executable.programs.gradients)
