@@ -99,11 +99,10 @@ def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, inde
 
 def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> Any:
     """Run a guard. If there are many indices, those rows that none names are found in a call that XLA partitions."""
-    parted = guard.rows is not None and not compares_rows(guard.rows, guard.spec)
-    alone = dataclasses.replace(guard, rows=None) if parted else guard
-    (x,) = run_guard(alone, [x], bring_into_range(given, index_mode))
-    if not parted:
+    if guard.rows is None or compares_rows(guard.rows, guard.spec):
+        (x,) = run_guard(guard, [x], bring_into_range(given, index_mode))
         return x
+    (x,) = run_guard(dataclasses.replace(guard, rows=None), [x], bring_into_range(given, index_mode))
     term = guard.rows
     spec = dataclasses.replace(guard.spec, inputs=(term,), output=term)
     reading = {gather: given[gather] for gather in spec.gathers}
