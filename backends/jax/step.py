@@ -36,14 +36,7 @@ class _StepPrimitive(Primitive):
     """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered."""
 
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
-        devices = devices_wanted() if _have_devices(arguments) else None
-        return super().bind(*_varying_alike(arguments), **{"devices": devices, **parameters})
-
-
-def _have_devices(arguments: Sequence[Any]) -> bool:
-    """Return whether the meshes that the types of arrays name have devices. An `AbstractMesh` of the user has none."""
-    meshes = [jax.typeof(x).sharding.mesh for x in arguments if isinstance(x, jax.core.Tracer)]
-    return all(mesh.empty or getattr(mesh, "abstract_device", mesh) is not None for mesh in meshes)
+        return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(arguments), **parameters})
 
 
 def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
