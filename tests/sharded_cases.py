@@ -664,6 +664,35 @@ def test_a_program_is_lowered_for_devices_that_are_not_there():
     assert "dot_general" in lowered.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.parametrize("gathers", [ROWS, GROUPED, SCATTER], ids=lambda case: case.spec)
+def test_steps_with_index_arrays_are_lowered_for_devices_that_are_not_there(gathers):
+    """Stock operators are, as for an exported program: XLA splits them."""
+    mesh = AbstractMesh((8,), ("x",))
+    shapes = [*gathers.shapes, *(shape for shape, _ in gathers.indices.values())]
+    split = [SPLIT if shape[0] == shapes[-1][0] else WHOLE for shape in shapes]
+    kinds = ["float32"] * len(gathers.shapes) + ["int32"] * len(gathers.indices)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+        for shape, kind, spec in zip(shapes, kinds, split, strict=True)
+    ]
+
+    def gradients(*arrays):
+        *operands, q = arrays
+        return jax.grad(lambda xs: planner.contract(gathers.spec, *xs, q=q, sizes=gathers.sizes).sum())(operands)
+
+    lowered = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert names.TARGET not in lowered
+    exported = jax.export.export(jax.jit(gradients), platforms=["cpu"])(*arrays)
+    assert exported.nr_devices == 8
+    xs = [
+        put(small(*shape) if kind == "float32" else RNG.integers(0, 4, shape).astype("int32"), *spec)
+        for shape, kind, spec in zip(shapes, kinds, split, strict=True)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(exported.call)(*xs), gradients(*xs))
+    # Its gradient can be exported too, which JAX refuses if the program was traced for devices.
+    assert exported.vjp().nr_devices == 8
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (1, 4, 5)], ids=str)
 def test_a_gradient_may_be_added_up_later(shape):
     """The types say so: one device holds the gradient's part of its own rows."""

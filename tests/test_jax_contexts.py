@@ -15,7 +15,9 @@ from planner import api
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
+from planner.backends.jax import guards  # noqa: E402
 from planner.backends.jax import step as jax_step  # noqa: E402
+from planner.backends.jax.index import bring_into_range  # noqa: E402
 
 # Loops come of memory limits, which are held to what XLA makes of plans.
 pytestmark = pytest.mark.usefixtures("xla_sizes")
@@ -460,3 +462,25 @@ def test_an_empty_pool_has_no_row_under_jit(spec):
     operands = jnp.ones((0, 3)), jnp.ones((5, 3))
     call = jax.jit(lambda q, *xs: planner.contract(spec, *xs, q=q))
     assert jnp.isnan(call(jnp.zeros(5, jnp.int32), *operands[: spec.count(",") + 1])).all()
+
+
+@pytest.mark.parametrize("values", [[0, 2, 2, 4], [0, -1, 2, 4], [0, 5, 2, 4]], ids=["in range", "negative", "bad"])
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+def test_rows_that_are_read_are_found_alike_by_comparing_and_by_counting(mode, values, monkeypatch):
+    """Few indices are compared with each row. A bad index under "raise" could have named any row."""
+    spec = planner.resolve("q[n]j -> nj", (5, 2), q=(4,))
+    (term,) = spec.inputs
+
+    found = []
+    for most in (guards.FEW_PAIRS, 0):
+        monkeypatch.setattr(guards, "FEW_PAIRS", most)
+
+        def mask(q):
+            return guards.read_mask(jnp.ones((5, 2)), term, spec, bring_into_range({spec.gathers[0]: q}, mode))
+
+        text = jax.jit(mask).lower(jnp.array(values)).as_text()
+        found.append(("scatter" in text, np.asarray(mask(jnp.array(values))).ravel().tolist()))
+    named = {v % 5 if mode == "raise" else v for v in values}
+    everything = mode == "raise" and 5 in values
+    wanted = [everything or row in named for row in range(5)]
+    assert found == [(False, wanted), (True, wanted)]

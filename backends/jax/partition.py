@@ -54,13 +54,20 @@ Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
 Indices = Mapping[Gather, Any]
 
 
-@lru_cache(maxsize=1)
-def devices_wanted() -> Any:
+def devices_wanted(arguments: Sequence[Any]) -> Any:
     """Return a parameter that makes JAX name the devices when it lowers a primitive.
 
     JAX names them only for programs that hold a partitioned call, and looks for such calls in the parameters of
-    primitives. This is a jaxpr with one.
+    primitives. This is a jaxpr with one. It is None if the types of the arguments name a mesh without devices, an
+    `AbstractMesh` of the user: then JAX has none to name, and refuses such a call.
     """
+    meshes = [jax.typeof(x).sharding.mesh for x in arguments if isinstance(x, jax.core.Tracer)]
+    known = all(mesh.empty or getattr(mesh, "abstract_device", mesh) is not None for mesh in meshes)
+    return _partitioned_call() if known else None
+
+
+@lru_cache(maxsize=1)
+def _partitioned_call() -> Any:
     call = custom_partitioning(lambda x: x)
     call.def_partition(None, sharding_rule=SdyShardingRule((ArrayMapping(),), (ArrayMapping(),)))
     return jax.make_jaxpr(call)(0)

@@ -36,7 +36,7 @@ class _StepPrimitive(Primitive):
     """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered."""
 
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
-        return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(), **parameters})
+        return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(arguments), **parameters})
 
 
 def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:

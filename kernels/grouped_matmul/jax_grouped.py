@@ -28,16 +28,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouped_matmul.jax_tilings import Tiling, TilingOf, card_tiling, tiling
-from planner.kernels.grouping.jax_bits import bits, of_bits
+from planner.kernels.grouping.jax_bits import bits, gather_rows, of_bits
 from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups, group_rows, most_tiles
 
-LANE_BYTES = 2**16  # most bytes of a result that is stored lane after lane: larger ones take longer so than scattered
 # How `jnp.searchsorted` works on a card: other than a loop, an unrolled search is few kernels.
 CARD_SEARCH = "scan_unrolled"
 
 Carry = TypeVar("Carry")
 
-_CLIP, _SKIP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
+_SKIP = lax.GatherScatterMode.FILL_OR_DROP
 
 
 def grouped_matmul(
@@ -70,8 +69,8 @@ def grouped_matmul(
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         group, row = results.step_rows(number)
         # Lanes without a row read some row: the scatter drops their products.
-        left = _gather(a, row if source is None else _gather(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group), tile_sizes)
+        left = gather_rows(a, row if source is None else gather_rows(source, row))
+        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), gather_rows(c, group), tile_sizes)
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return results.put(out, number, row, product)
@@ -101,7 +100,7 @@ def ragged_matmul(
     out = _filled((rows, size_i, size_k), dtype, groups, 1)
     if 0 in (rows, *a.shape, *c.shape):
         return out
-    lines = _gather(a, groups.order).reshape(rows * size_i, a.shape[2])
+    lines = gather_rows(a, groups.order).reshape(rows * size_i, a.shape[2])
     exact = accumulator(dtype)
     product = lax.ragged_dot(lines, c, jnp.diff(groups.offsets) * size_i, preferred_element_type=exact)
     # What stands behind the last group is not to be read.
@@ -163,7 +162,7 @@ def grouped_gradients(
         group, row = results.step_rows(number)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
-        to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group), tile_sizes)
+        to_rows = _tile_matmul("tik,tjk->tij", gradient, gather_rows(c, group), tile_sizes)
         to_c = _tile_matmul("tij,tik->tjk", left, gradient, tile_sizes)
         grad_rows, grad_c = grads
         grad_rows = results.put(grad_rows, number, row, to_rows.reshape(-1, *a.shape[1:]))
@@ -207,7 +206,7 @@ def scratch_bytes(
     # A small result lane after lane, and the lane of each row.
     all_lanes = -(-most_tiles(rows, tile_sizes.rows, groups, empty=False) // tile_sizes.tiles) * lanes
     each = size_i * (size_j if pair else size_k) * jnp.dtype(dtype).itemsize
-    in_lanes = (pair or (what == "matmul" and targets is None)) and _in_lanes(all_lanes * each, tile_sizes)
+    in_lanes = (pair or (what == "matmul" and targets is None)) and tile_sizes.in_lanes(all_lanes * each)
     stored = in_lanes * (all_lanes * (each + 8) + 4 * rows)
     # The float32 array in which a loop sums half types, and the integers in which it keeps bfloat16 results.
     results = 4 * sums * (exact != jnp.dtype(dtype)) + 2 * in_bits * (jnp.dtype(dtype) == jnp.bfloat16)
@@ -251,7 +250,7 @@ def _lane_rows(tiles: Tiles, order: jax.Array, tile_sizes: Tiling) -> jax.Array:
     A lane without a row holds N, or on a card N plus its number: there a scatter of distinct rows needs no atomics.
     """
     position = tiles.start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
-    row = _gather(order, position.reshape(-1)).reshape(position.shape)
+    row = gather_rows(order, position.reshape(-1)).reshape(position.shape)
     absent = lax.full_like(row, order.shape[0])
     if tile_sizes.on_card:
         absent = absent + lax.iota(jnp.int32, position.size).reshape(position.shape)
@@ -271,14 +270,14 @@ class _Results:
     ) -> None:
         self.shape, self.dtype, self.tiles, self.groups, self.tile_sizes = shape, dtype, tiles, groups, tile_sizes
         self.lanes = tiles.group.shape[0] * tile_sizes.rows
-        self.in_lanes = _in_lanes(self.lanes * math.prod(shape[1:]) * jnp.dtype(dtype).itemsize, tile_sizes)
-        self.rows = _lane_rows(tiles, groups.order, tile_sizes) if self.in_lanes else None
+        in_lanes = tile_sizes.in_lanes(self.lanes * math.prod(shape[1:]) * jnp.dtype(dtype).itemsize)
+        self.rows = _lane_rows(tiles, groups.order, tile_sizes) if in_lanes else None
 
     def start(self, number: int) -> jax.Array:
         """Return what the loop starts with; the number is as in `_filled`."""
         # Rows in no group are taken from a last lane, which stays zero.
-        shape = (self.lanes + 1, *self.shape[1:]) if self.in_lanes else self.shape
-        return bits(_filled(shape, self.dtype, self.groups, number))
+        count = self.shape[0] if self.rows is None else self.lanes + 1
+        return bits(_filled((count, *self.shape[1:]), self.dtype, self.groups, number))
 
     def step_rows(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the groups of a step's tiles, and the row of each of their lanes."""
@@ -290,7 +289,7 @@ class _Results:
     def put(self, out: jax.Array, number: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
         """Store the results of a step, one for each lane."""
         values = bits(values.astype(self.dtype))
-        if not self.in_lanes:
+        if self.rows is None:
             return _put(out, row, values, self.tile_sizes.on_card)
         corner = (number * values.shape[0], *[jnp.int32(0)] * (out.ndim - 1))
         return lax.dynamic_update_slice(out, values, corner, allow_negative_indices=False)
@@ -300,13 +299,8 @@ class _Results:
         if self.rows is not None:
             absent = jnp.full((self.shape[0], 1), self.lanes, jnp.int32)
             lane = lax.broadcasted_iota(jnp.int32, (self.lanes, 1), 0)
-            out = _gather(out, _put(absent, self.rows, lane, False)[:, 0])
+            out = gather_rows(out, _put(absent, self.rows, lane, False)[:, 0])
         return of_bits(out, self.dtype)
-
-
-def _in_lanes(lane_bytes: int, tile_sizes: Tiling) -> bool:
-    """Return whether a result is stored lane after lane, in so many bytes."""
-    return not tile_sizes.on_card and lane_bytes <= LANE_BYTES
 
 
 def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
@@ -323,28 +317,13 @@ def _tile_matmul(spec: str, left: jax.Array, right: jax.Array, tile_sizes: Tilin
 
 def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
     """Return `operand[rows]`, zero where a row is beyond the end."""
-    return _gather(operand, rows, zeros=True)
+    return gather_rows(operand, rows, zeros=True)
 
 
 def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
     """Return `index[rows]` as int32, `absent` where a row is out of bounds."""
-    values = _gather(index, rows).astype(jnp.int32)
+    values = gather_rows(index, rows).astype(jnp.int32)
     return jnp.where(rows < index.shape[0], values, absent)
-
-
-def _gather(operand: jax.Array, rows: jax.Array, zeros: bool = False) -> jax.Array:
-    # lax.gather instead of `operand[rows]`: jnp's indexing adds two passes over the row numbers, for negative ones.
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, operand.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
-    )
-    dtype = operand.dtype
-    if dtype == jnp.bfloat16:  # bound to the rows: else XLA converts the whole operand to bits before the loop
-        operand, rows = lax.optimization_barrier((operand, rows))
-    gathered = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=_CLIP)
-    if zeros:
-        present = lax.broadcast_in_dim(rows < operand.shape[0], gathered.shape, (0,))
-        gathered = lax.select(present, gathered, lax.full_like(gathered, 0))
-    return of_bits(gathered, dtype)
 
 
 def _put(out: jax.Array, rows: jax.Array, values: jax.Array, unique: bool) -> jax.Array:

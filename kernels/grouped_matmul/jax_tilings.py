@@ -13,6 +13,7 @@ MAX_TILES = 64
 CARD_ROWS = 256  # most rows of a tile's matrix on a card
 CARD_STEP_BYTES = 3 * 2**23  # the factors and the product of a step on a card: 512 tiles of 64 rows by 64 x 64
 CARD_STEP_PART = 8  # the same, as a part of operands and result, if that is more
+LANE_BYTES = 2**16  # most bytes of a result that is stored lane after lane: larger ones take longer so than scattered
 
 
 class Tiling(NamedTuple):
@@ -32,6 +33,10 @@ class Tiling(NamedTuple):
     def on_card(self) -> bool:
         """Whether they are made for a card."""
         return self.steps is not None
+
+    def in_lanes(self, lane_bytes: int) -> bool:
+        """Whether a result is stored lane after lane, in so many bytes."""
+        return not self.on_card and lane_bytes <= LANE_BYTES
 
 
 # From the sizes (N, I, G, J, K) and the bytes of a number to the tiles.

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 from grouped_laws import JAX_SHAPES, KERNELS, Problem, hold, xla_temporaries
 
@@ -10,7 +11,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 import jax_fast  # noqa: E402
 
-from planner.kernels.grouped_matmul import jax_grouped  # noqa: E402
+from planner.kernels.grouped_matmul import jax_grouped, jax_tilings  # noqa: E402
 from planner.kernels.grouped_matmul.jax_grouped import grouped_gradients, grouped_matmul  # noqa: E402
 from planner.kernels.grouping import jax_grouping  # noqa: E402
 from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
@@ -70,3 +71,31 @@ def test_half_types_are_no_float32_as_a_whole(dtype):
     a, c, _, groups = stand_ins(*sizes, dtype)
     used = xla_temporaries(grouped_matmul, a, c, groups, hurries=False)
     assert used < 2 * n * i * k + jax_grouped.scratch_bytes("matmul", sizes, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_are_the_same_whether_rows_are_scattered_or_stored_tile_by_tile(dtype, monkeypatch):
+    """Rows that are dropped give zeros. Only larger results are scattered row by row, in the loop."""
+    random, found = np.random.default_rng(0), []
+    arrays = [random.integers(-2, 3, shape) for shape in ((90, 2, 3), (5, 3, 4), (90, 2, 4))]
+    a, c, gradient = (jnp.asarray(x, dtype) for x in arrays)
+    index = jnp.asarray(random.integers(0, 6, 90), jnp.int32)
+
+    for most in (jax_tilings.LANE_BYTES, 0):
+        monkeypatch.setattr(jax_tilings, "LANE_BYTES", most)
+
+        def run(a, c, gradient, index):
+            groups = group_rows(index, 5)
+            return grouped_matmul(a, c, groups), *grouped_gradients(gradient, a, c, groups)
+
+        lowered = jax_fast.jit(run).lower(a, c, gradient, index)
+        scatters = lowered.as_text().count("}) : (tensor<90x2x")
+        found.append((scatters, lowered.compile()(a, c, gradient, index)))
+    (none, stored), (two, scattered) = found
+    assert (none, two) == (0, 2)
+    for one, other in zip(stored, scattered, strict=True):
+        assert one.dtype == other.dtype == dtype
+        assert one.any()
+        np.testing.assert_array_equal(one, other)
+    for rows in stored[:2]:
+        assert not rows[index == 5].any()
