@@ -219,7 +219,7 @@ class _Compiler:
     def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
 
-        It takes less time than four calls that make views, but autograd records more of it. There it is of use if
+        It takes less time than three calls that make views, but autograd records more of it. There it is of use if
         matrices lack unit strides, because it does not keep the copies that `bmm` makes of them. It multiplies
         [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
         or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
@@ -229,7 +229,7 @@ class _Compiler:
         assert form is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = bool(form.contracted) and any(copies_of(*operand)[1] for operand in operands)
-        few_calls = _count_views(form, spec) < (3 if form.batch else 4)
+        few_calls = _count_views(form, spec) < 3
         if scattered != recorded or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
             return None
         swapped = False
