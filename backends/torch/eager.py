@@ -27,7 +27,7 @@ from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import MULTIPLY_SUM
+from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
@@ -47,7 +47,7 @@ Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
 INDEXED = {"take": "segment sum", "segment sum": "take"}
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *INDEXED)
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, *INDEXED)
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
 # computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
@@ -68,6 +68,7 @@ def compile_native(
     around: Around = lambda op, step: step,
     index: Mapping[Any, Any] = MappingProxyType({}),
     kept: list[int] | None = None,
+    rows: Mapping[Spec, str] = MappingProxyType({}),
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -82,6 +83,7 @@ def compile_native(
         around: changes how a step runs.
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
         kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
+        rows: the implementation of each step of the forward program, by the step's spec.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -89,7 +91,7 @@ def compile_native(
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept).compile(tree)
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -110,6 +112,7 @@ class _Compiler:
     index: Mapping[Any, Any]
     pair: bool
     kept: list[int] | None
+    rows: Mapping[Spec, str]
 
     def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -138,7 +141,12 @@ class _Compiler:
             result = result._replace(copied=False)
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
-        if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
+        summed = self.rows.get(tree.op.spec) == MULTIPLY_SUM
+        if (
+            not summed
+            and not (layout is not None and layout.unknown)
+            and layout != layout_of(result.shape, result.strides)
+        ):
             return None
         step = self.around(tree.op, run)
         if len(parts) == 1:
@@ -194,6 +202,12 @@ class _Compiler:
             return (lambda x, index: take((x,), index, False)), evaluation(self.stride_ops, spec)(
                 standins, arrays, False
             )
+        if self.rows.get(spec) == MULTIPLY_SUM:
+            if self.chosen is not None:
+                return None
+            order = summed_axes(spec)
+            summed = Strided(spec.shape(order), row_major(spec.shape(order)))
+            return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
@@ -208,7 +222,7 @@ class _Compiler:
     def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
 
-        It takes less time than four calls that make views, but autograd records more of it. There it is of use if
+        It takes less time than three calls that make views, but autograd records more of it. There it is of use if
         matrices lack unit strides, because it does not keep the copies that `bmm` makes of them. It multiplies
         [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
         or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
@@ -218,15 +232,17 @@ class _Compiler:
         assert form is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = bool(form.contracted) and any(copies_of(*operand)[1] for operand in operands)
-        few_calls = _count_views(form, spec) < (3 if form.batch else 4)
+        few_calls = _count_views(form, spec) < 3
         if scattered != recorded or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
             return None
         swapped = False
         if form.contracted:
             if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
                 return None
-            order = (*form.batch, *form.left, *form.right)
-            swapped = spec.output != order and spec.output == (*form.batch, *form.right, *form.left)
+            free = tuple(axis for axis in spec.output if axis not in form.batch)
+            swapped = spec.output == (*form.batch, *form.right, *form.left) and bool(form.left and form.right)
+            if not swapped and free != (*form.left, *form.right):  # einsum swaps operands by rules of its own
+                return None
         elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
             return None
         letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))

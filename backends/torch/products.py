@@ -28,7 +28,7 @@ from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
-__all__ = ["MULTIPLY_SUM", "copied_form", "einsum_copies", "product_rows"]
+__all__ = ["MULTIPLY_SUM", "copied_form", "einsum_copies", "product_rows", "summed_axes", "summed_product"]
 
 MULTIPLY_SUM = "multiply, then sum"
 
@@ -249,13 +249,17 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
 
 
 def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    return (_summed_product(op.spec)(*inputs),)
+    return (summed_product(op.spec)(*inputs),)
 
 
 def _summed_layouts(op: Op, form: ProductForm) -> tuple[Layout | None, ...]:
-    out = term_axes(op.spec.output)
-    kept = [e for e in _summed_order(op.spec) if e in out]
-    return (reordered(kept, op.spec.output, op.spec),)
+    return (reordered(summed_axes(op.spec), op.spec.output, op.spec),)
+
+
+def summed_axes(spec: Spec) -> tuple[str, ...]:
+    """Return the axes of the result of `summed_product` as it lies in memory."""
+    out = term_axes(spec.output)
+    return tuple(e for e in _summed_order(spec) if e in out)
 
 
 def _summed_order(spec: Spec) -> tuple[str, ...]:
@@ -273,7 +277,7 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
 
 
 @cached_by_step
-def _summed_product(spec: Spec) -> Product:
+def summed_product(spec: Spec) -> Product:
     """Return the function that multiplies two operands element by element and sums."""
     order = _summed_order(spec)
     first_axes, second_axes, out = (term_axes(term) for term in spec.terms)

@@ -312,7 +312,8 @@ def kept_copies(
     if records is None and seconds > MOST_COPYING_SECONDS:
         return None
     kept: list[int] = []
-    compiled = compile_native(tree, _standins(contraction), backward, kept=kept)
+    rows = {step.op.spec: step.choice.lowering for step in forward}
+    compiled = compile_native(tree, _standins(contraction), backward, kept=kept, rows=rows)
     return None if compiled is None else sum(kept)
 
 
@@ -341,7 +342,10 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     program = executable.programs.backward
     backward = None if program is None or (under_transform and _may_copy(plan)) else program.steps
     kept: list[int] | None = None if executable.programs.copies is None else []
-    compiled: Any = partial(compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept)
+    rows = {step.op.spec: step.choice.lowering for step in plan.programs.forward.steps}
+    compiled: Any = partial(
+        compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept, rows=rows
+    )
     native = compiled()
     if native is None:
         return None
