@@ -26,11 +26,12 @@ __all__ = ["ProductCopies", "arranged", "as_dot", "count_copied", "count_reorder
 _TOGETHER = 64
 # Elements of a block that a copy reorders within the cache.
 _BLOCK = 4096
-# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications.
+# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications. With fewer rows
+# or columns than this it takes even longer, by the square of their number.
 _FOLDED = 24
-# If the number of terms is no multiple of this, YNNPACK takes longer for each element of the first factor, by such a
-# part of what a copied element takes.
-_EVEN, _UNEVEN = 4, 0.7
+# If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
+# copied elements.
+_EVEN, _UNEVEN = 4, 15
 # Elements that XLA computes at once: an innermost axis of at least so many stays innermost in a product with a vector.
 _VECTOR = 16
 # An arrangement other than that of `jnp.einsum` saves copies of this part of all elements.
@@ -97,10 +98,10 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         term = wide_axes(spec.terms[place], spec)
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
     if _is_folded(spec, arrangement):
-        return excess + math.prod(form.sizes) / _FOLDED
+        return excess + math.prod(form.sizes) / min(_FOLDED, min(form.sizes[1:3]) ** 2 / _FOLDED)
     if min(form.sizes[1:3]) > 1:
         uneven = form.sizes[3] % _EVEN != 0
-        return excess + uneven * math.prod(spec.shape(spec.inputs[arrangement.first])) * _UNEVEN
+        return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
     wrong = min(form.sizes[1:3]) == 1 < max(form.sizes[1:3]) and not _sums_well(spec, arrangement)
     return excess + wrong * max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
 
@@ -128,14 +129,14 @@ def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
     """Return whether the innermost axis of the matrix suits a product with a vector.
 
     A matrix that is the first factor is summed along its innermost axis. XLA is fast if that axis is innermost as it
-    is, or if it is longer than the other.
+    is; if the matrix is copied and that axis is short, it should be the longer one.
     """
     form, (first, second, _, contracted, _) = product_form(spec), arrangement
     assert form is not None
     free = (form.left, form.right)
     matrix = first if form.sizes[1 + first] > 1 else second
     inner = wide_axes(spec.inputs[matrix], spec)[-1]
-    if inner not in form.batch and spec.size(inner) >= _VECTOR:
+    if inner not in form.batch and (spec.size(inner) >= _VECTOR or matrix not in arrangement.copied):
         along = inner in contracted
     else:
         along = math.prod(spec.shape(contracted)) >= math.prod(spec.shape(free[matrix]))
