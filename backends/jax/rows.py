@@ -62,9 +62,6 @@ _HALF_RATE_SIDE = 32
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
 _REORDERED_IN_CACHE = 3e-10
-# How many operators, as to their time, a call of XLA's matrix product takes; it multiplies with vectors in a loop: 5.6
-# and 3.6 us for a few numbers (AMD EPYC, JAX 0.10.2, 2026-11-25).
-_CALL_LAUNCHES = 1.6
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
 
@@ -87,8 +84,7 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     if device.products:
         rows, columns = sides[:2] if factors(op.spec) == (0, 1) else sides[1::-1]
         rate = device.product_rate(rows, columns, sides[2], op.dtype, batch)
-        launches = 1 if 1 in sides[:2] else _CALL_LAUNCHES
-        parts[-1] = parts[-1]._replace(rate=rate, launches=launches)
+        parts[-1] = parts[-1]._replace(rate=rate)
     else:
         rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
         at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
