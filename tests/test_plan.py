@@ -17,6 +17,7 @@ from laws import exact_problems, needing_gradients, plan_of
 import planner
 from planner.backends.common.stock_rows import short_run_seconds
 from planner.cli import main
+from planner.cost.device import CPU
 from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.dtypes import dtype_name
 from planner.language.spec import Spec
@@ -576,7 +577,7 @@ def test_a_plan_is_bound_once(monkeypatch):
 )
 def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     spec = Spec((tuple(order),), (), tuple(sorted(sizes.items())))
-    seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec)
+    seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec, CPU)
     assert seconds == pytest.approx(nanoseconds * 1e-9)
 
 

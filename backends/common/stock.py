@@ -344,15 +344,14 @@ def matmul_product(
 
         first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
-    swapped, orders, lengths = _matrix_views(form, spec, stacks)
+    swapped, (first_view, second_view, (order, lengths)) = _matrix_views(form, spec, stacks)
     if swapped:
         terms = terms[::-1]
-    first, second = (view(*each) for each in zip(terms, orders, lengths, strict=False))
-    order = orders[2]
+    first, second = view(terms[0], *first_view), view(terms[1], *second_view)
     back = viewing(permute, [order.index(e) for e in out], (1,) * len(out))
     # Where the size of each axis is found: the operand and its dimension.
     places = [(0, terms[0].index(e)) if e in terms[0] else (1, terms[1].index(e)) for e in order]
-    parts = any(length != 1 for length in lengths[2])
+    parts = any(length != 1 for length in lengths)
 
     def product(a: Any, b: Any) -> Any:
         x = matmul(first(a), second(b))
@@ -372,11 +371,11 @@ def is_swapped(form: ProductForm, spec: Spec) -> bool:
 
 def _matrix_views(
     form: ProductForm, spec: Spec, stacks: bool
-) -> tuple[bool, tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]]:
+) -> tuple[bool, tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]]:
     """Return how `matmul_product` views two operands and the result as matrices.
 
     Returns:
-        whether the second operand is the first factor; for the factors and the result, the order of their axes; and of
+        whether the second operand is the first factor; for the factors and the result, the order of their axes, and of
         how many axes each dimension of their matrices is made.
     """
     left, right, swapped = form.left, form.right, is_swapped(form, spec)
@@ -386,12 +385,9 @@ def _matrix_views(
     lead: tuple[int, ...] = (len(form.batch),) if form.batch else ()
     if stacks and (m, n, k) == (1, 1, 1):
         lead = (1,) * len(form.batch)
-    orders = (
-        (*form.batch, *left, *form.contracted),
-        (*form.batch, *form.contracted, *right),
-        (*form.batch, *left, *right),
-    )
-    return swapped, orders, ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+    first = (*form.batch, *left, *form.contracted), (*lead, m, k)
+    second = (*form.batch, *form.contracted, *right), (*lead, k, n)
+    return swapped, (first, second, ((*form.batch, *left, *right), (*lead, m, n)))
 
 
 def count_views(form: ProductForm, spec: Spec, stacks: bool) -> int:
@@ -400,7 +396,9 @@ def count_views(form: ProductForm, spec: Spec, stacks: bool) -> int:
     if not form.contracted:
         orders = [[*(e for e in out if e in term), *(e for e in term if e not in out)] for term in terms]
         return sum((order != [*term]) + (set(term) != set(out)) for order, term in zip(orders, terms, strict=True))
-    swapped, (first, second, result), lengths = _matrix_views(form, spec, stacks)
+    swapped, views = _matrix_views(form, spec, stacks)
     terms = [*(terms[::-1] if swapped else terms), out]
-    reordered = sum(order != term for order, term in zip((first, second, result), terms, strict=True))
-    return reordered + sum(any(length != 1 for length in each) for each in lengths)
+    return sum(
+        (order != term) + any(length != 1 for length in lengths)
+        for (order, lengths), term in zip(views, terms, strict=True)
+    )

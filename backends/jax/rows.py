@@ -69,9 +69,6 @@ _EIGEN_RATE = 0.5
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
 _REORDERED_IN_CACHE = 3e-10
-# How many operators, as to their time, a call of XLA's matrix product takes; it multiplies with vectors in a loop: 5.6
-# and 3.6 us for a few numbers (AMD EPYC, JAX 0.10.2, 2026-11-25).
-_CALL_LAUNCHES = 1.6
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
 # Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
@@ -103,15 +100,15 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     form = product_form(op.spec)
     assert form is not None
     batch, *sides = form.sizes
-    slower, one_side = 0.0, 1 in sides[:2]
+    slower = 0.0
     if device.products:
         rows, columns = sides[:2] if factors(op.spec, lean) == (0, 1) else sides[1::-1]
         rate = device.product_rate(rows, columns, sides[2], op.dtype, batch)
         rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
-        parts[-1] = parts[-1]._replace(rate=rate, launches=1 if one_side else _CALL_LAUNCHES)
+        parts[-1] = parts[-1]._replace(rate=rate)
     else:
         rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
-        if one_side:  # XLA multiplies with vectors in one loop, without a call for each
+        if 1 in sides[:2]:  # XLA multiplies with vectors in one loop, without a call for each
             rate = _VECTOR_RATE * device.flop_rate
             parts = [part._replace(matrices=0, rate=device.flop_rate) for part in parts]
         rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
