@@ -24,7 +24,7 @@ from planner.search.exact.lazy import LazySearch
 from planner.search.exact.listing import Bounds, list_edges
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, all_splits
-from planner.search.space import ADDITIVE, OPTIMAL, kernel_launches
+from planner.search.space import ADDITIVE, OPTIMAL, fused_terms, kernel_launches
 from planner.testing import problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
@@ -83,7 +83,9 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     assert all(row.bounded for row in table.rows.values())
     lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
     gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
-    bounds = Bounds(objective, device, dtype, gradient_operands, True, kernel_launches(table, device))
+    bounds = Bounds(
+        objective, device, dtype, gradient_operands, True, kernel_launches(table, device), fused_terms(table, device)
+    )
     search = LazySearch(steps, lower, bounds, OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
     search.values = values

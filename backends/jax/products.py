@@ -26,8 +26,8 @@ __all__ = ["ProductCopies", "arranged", "as_dot", "count_copied", "count_reorder
 _TOGETHER = 64
 # Elements of a block that a copy reorders within the cache.
 _BLOCK = 4096
-# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications. With fewer rows
-# or columns than this it takes even longer, by the square of their number.
+# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications. With fewer
+# columns than this it takes even longer, by the square of their number.
 _FOLDED = 24
 # If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
 # copied elements.
@@ -98,7 +98,8 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         term = wide_axes(spec.terms[place], spec)
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
     if _is_folded(spec, arrangement):
-        return excess + math.prod(form.sizes) / min(_FOLDED, min(form.sizes[1:3]) ** 2 / _FOLDED)
+        columns = form.sizes[1 + (arrangement.first if _is_turned(spec, arrangement) else arrangement.second)]
+        return excess + math.prod(form.sizes) / min(_FOLDED, columns**2 / _FOLDED)
     if min(form.sizes[1:3]) > 1:
         uneven = form.sizes[3] % _EVEN != 0
         return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
@@ -120,9 +121,19 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
     )
     if not rows or not columns:
         return False
-    if len(rows) == len(columns) == 1 and wide[2] == (*shared, *columns, *rows):
+    if _is_turned(spec, arrangement):
         return len(summed) > 1 or wide[second] != (*shared, *columns, *summed)
     return len(rows) == len(summed) == 1 and wide[first] == (*shared, *summed, *rows)
+
+
+def _is_turned(spec: Spec, arrangement: _Arrangement) -> bool:
+    """Return whether the result has the one axis of the second factor before the one axis of the first."""
+    form, (first, second, batch, _, _) = product_form(spec), arrangement
+    assert form is not None
+    shared, rows, columns = (
+        wide_axes(group, spec) for group in (batch, *((form.left, form.right)[i] for i in (first, second)))
+    )
+    return len(rows) == len(columns) == 1 and wide_axes(spec.output, spec) == (*shared, *columns, *rows)
 
 
 def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:

@@ -42,7 +42,6 @@ from planner.backends.jax.products import (
 from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
-from planner.cost.floor import FUSED_TERMS
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, jax_tilings, pallas_tiles
 from planner.kernels.grouping import jax_grouping
@@ -74,8 +73,13 @@ _WORTH_JOINING = 2**20
 # Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
 # product's rate that it runs at: 0.03 to 0.15 ns were measured for each (AMD EPYC, JAX 0.10.2, 2026-11-25).
 _WORTH_ADDING, _ADDING_RATE = 2**13, 0.25
+# The most terms of such a sum.
+_MOST_ADDED = 8
 # From so many matrices on, XLA's calls of a function for each take longer than such a loop.
 _MANY_MATRICES = 16
+# Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
+# have 4 or 8 terms.
+_LARGE_MATRIX = 64
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
 
@@ -161,14 +165,16 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
             return "sums of integers may be long"
         form = product_form(op.spec)
         assert form is not None
-        batch, _, _, terms = form.sizes
-        if not 1 < terms <= FUSED_TERMS:
-            return f"sums have one term, or more than {FUSED_TERMS}"
+        batch, rows, columns, terms = form.sizes
+        if not 1 < terms <= _MOST_ADDED:
+            return f"sums have one term, or more than {_MOST_ADDED}"
         if joint_elements(op.spec) < _WORTH_ADDING:
             return "a small product is JAX's own"
         strided = is_strided(op.spec)
-        if batch < _MANY_MATRICES and (strided or not count_reordered(op.spec).elements):
-            return "XLA multiplies few matrices fast"
+        wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and terms % 4 == 0
+        large = batch < _MANY_MATRICES or wide
+        if (batch < _MANY_MATRICES and strided) or (large and not count_reordered(op.spec).elements):
+            return "XLA multiplies few matrices, and large ones, fast"
         return "elements that are added up lie between those of the result" if strided and terms > 4 else None
 
     def work(op: Op, form: ProductForm, device: Device) -> list[Work]:
@@ -182,6 +188,7 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
         lambda op, form, inputs, index: (lax.convert_element_type(multiply(op.spec)(*inputs), op.dtype),),
         refuses=refuses,
         kinds=("cpu",),
+        fused=_MOST_ADDED,
     )
 
 

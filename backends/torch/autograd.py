@@ -43,7 +43,7 @@ from planner.backends.torch.contexts.traced import (
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import is_recorded, torch_dtype
+from planner.backends.torch.ops import as_output, is_recorded, torch_dtype
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
@@ -115,20 +115,6 @@ def _split(
     return arrays[:count], indices, tuple(rest)
 
 
-def _as_output(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
-    """Return a result as a Function may return it: no argument itself, and no view of what the Function allocated.
-
-    Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
-    write would change the argument unseen. For a view of a fresh tensor it would be a needless refusal.
-    """
-    if any([result is x for x in arrays]):
-        return result.view_as(result)
-    base = result._base
-    if base is None or any(base is x or base is x._base for x in arrays if x is not None):
-        return result
-    return result.detach()
-
-
 def _save(ctx: Any, executable: Executable, prepared: Mapping[str, Any], tensors: Any, kept: Sequence[Tensor]) -> None:
     """Save the operands that a backward pass may read, the other index arrays and the kept values."""
     ctx.executable, ctx.prepared, ctx.shapes = executable, prepared, None
@@ -151,7 +137,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         result, kept = run_forward(executable, *_split(executable, prepared, arrays)[:2])
-        return (_as_output(result, arrays), *kept)
+        return (as_output(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -216,7 +202,7 @@ class _ContractUsual(torch.autograd.Function):
         operands, indices, _ = _split(executable, prepared, arrays)
         result, kept = executable.forward(operands, executable.prepare(indices))
         _save(ctx, executable, prepared, arrays, kept)
-        return (_as_output(result, arrays), *kept)
+        return (as_output(result, arrays), *kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
@@ -257,7 +243,7 @@ class _Gradient(torch.autograd.Function):
     def forward(executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
         operands, indices, kept = _split(executable, prepared, saved)
         gradients = run_backward(executable, gradient, operands, indices, kept)
-        return tuple(_as_output(g, (gradient, *saved)) for g in gradients if g is not None)
+        return tuple(as_output(g, (gradient, *saved)) for g in gradients if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

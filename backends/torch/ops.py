@@ -22,15 +22,16 @@ from planner.program.forms import ProductForm
 __all__ = [
     "OPS",
     "TorchOps",
+    "as_output",
     "captured",
     "cast",
     "conjugate",
     "dataless",
     "dispatches",
     "finite",
-    "matrix_product",
     "is_finite",
     "is_recorded",
+    "matrix_product",
     "multiply",
     "not_dense",
     "occurs",
@@ -295,3 +296,17 @@ def conjugate(x: Tensor) -> Tensor:
     """Return the conjugate of a tensor that nothing else reads: in place, unless elements of it share memory."""
     shares = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.conj().resolve_conj() if shares else x.conj_physical_()
+
+
+def as_output(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
+    """Return a result as a Function may return it: no argument itself, and no view of what the Function allocated.
+
+    Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
+    write would change the argument unseen. For a view of a fresh tensor it would be a needless refusal.
+    """
+    if any([result is x for x in arrays]):
+        return result.view_as(result)
+    base = result._base
+    if base is None or any(base is x or base is x._base for x in arrays if x is not None):
+        return result
+    return result.detach()

@@ -19,10 +19,8 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["FUSED_TERMS", "gathered_floor", "product_floor", "unary_floor"]
+__all__ = ["gathered_floor", "product_floor", "unary_floor"]
 
-# A product may be elementwise products that are added up, if it has a side of at most so many elements.
-FUSED_TERMS = 8
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
 
@@ -36,6 +34,7 @@ def product_floor(
     joint: Array,
     terms: tuple[Array, Array, Array],
     wanted: Sequence[Array | bool] = (False, False),
+    fused: int = 1,
 ) -> Array:
     """Return the least that products without gathers, and their gradients, add to the score.
 
@@ -46,6 +45,7 @@ def product_floor(
         joint: the number of joint elements of each product; not 0.
         terms: the numbers of elements of the two operands and the result.
         wanted: whether the gradients of the operands are needed.
+        fused: a product with a side of at most so many elements may be elementwise products that are added up.
     """
     a, b, out = terms
     of_a, of_b = wanted
@@ -61,7 +61,7 @@ def product_floor(
     batch = a * (b / joint) * (out / joint)
     each = 0.0 if device.products else device.matrix_seconds
     multiplied = np.maximum(seconds, 2 * joint / device.most_product_rate(least, dtype)) + (batch > 1.5) * batch * each
-    seconds = np.where(least > FUSED_TERMS + 0.5, multiplied, seconds) + device.launch_seconds
+    seconds = np.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
     fresh = [_fresh_seconds(device, size * term) for term in (out, a, b)]
     return _picoseconds(steps * seconds + fresh[0] + of_a * fresh[1] + of_b * fresh[2])

@@ -57,6 +57,7 @@ class Implementation:
         variant_of: the row of which this is another tiling at the same cost, for `optimize="measure"` to time; or "".
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
         brackets: 0, or the most brackets of its steps if all have some. Then it launches `launches` operators or more.
+        fused: it runs products with a side of at most so many elements as elementwise products that are added up.
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
         least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
@@ -75,6 +76,7 @@ class Implementation:
     bounded: bool = False
     brackets: int = 0
     launches: int = 1
+    fused: int = 1
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None
 

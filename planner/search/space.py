@@ -270,7 +270,8 @@ class SearchSpace:
         launches = kernel_launches(self.table, self.device) if self.network.gathers else (math.inf, math.inf)
         # Bounds are floats.
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
-        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches)
+        fused = fused_terms(self.table, self.device)
+        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused)
 
     @property
     def bounded(self) -> bool:
@@ -304,6 +305,11 @@ class SearchSpace:
         if objective in ADDITIVE and limits == NO_LIMITS:
             return gathers == 0 or steps <= stop.listed
         return steps <= MOST_TRIED * stop.scored
+
+
+def fused_terms(table: Table, device: Device) -> int:
+    """Return how long the shortest side of a product is at most that a row runs as products by element, added up."""
+    return max([row.fused for row in table.rows.values() if row.kinds is None or device.kind in row.kinds])
 
 
 def kernel_launches(table: Table, device: Device) -> tuple[float, float]:

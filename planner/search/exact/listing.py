@@ -32,6 +32,7 @@ class Bounds:
         hold: whether all implementations keep to the bounds. If not, all bounds are 0.
         launches: how many operators rows that run only steps with brackets launch at least: for steps of one index
             array, and of several.
+        fused: see `product_floor`.
     """
 
     objective: str
@@ -40,6 +41,7 @@ class Bounds:
     gradient_operands: int
     hold: bool
     launches: tuple[float, float]
+    fused: int
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -294,7 +296,7 @@ class _Products:
             joint, a, b, out = (np.where(empty, 1.0, size) for size in (joint, a, b, out))
             floors = []
             for objective in objectives:
-                floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted)
+                floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, self.bounds.fused)
                 floors.append(np.where(empty, unary_floor(objective, device, any_wanted), floor))
             set_keys(edges, floors)
         edges, rows = self._gathered

@@ -90,9 +90,9 @@ class SplitFilter:
             joint = values.size(values.axes[a] | values.axes[b])
             terms = (values.elements[a], values.elements[b], values.elements[whole])
             what = (bounds.objective, bounds.device, bounds.dtype, joint, terms)
-            floors = product_floor(*what, (wanted[a], wanted[b]))
+            floors = product_floor(*what, (wanted[a], wanted[b]), bounds.fused)
             if repeats and not root:
-                floors = floors + product_floor(*what)
+                floors = floors + product_floor(*what, fused=bounds.fused)
             self._blocks.append(_Block(union, a, b, np.maximum(computed, descended), floors))
 
     def drop_above_peak(self, most: float) -> None:

@@ -179,7 +179,7 @@ class VectorListing:
         joint = values.size(values.axes[left] | values.axes[right])
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted)
+        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused)
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:
