@@ -405,8 +405,9 @@ def test_eager_calls_are_as_precise_as_their_context(plan):
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("spec", ["nj, q[n]jk -> nk", "nj, jk -> nk"])
 def test_arrays_of_64_bits_are_computed_in_64_bits_anywhere(spec, jitted):
-    shapes = ((6, 4), (3, 4, 5)) if "q" in spec else ((6, 4), (4, 5))
-    indices = {"q": names(6, 3)} if "q" in spec else {}
+    # So many rows are one grouped product; a few would be taken, and multiplied by JAX's own product.
+    shapes = ((4096, 16), (64, 16, 16)) if "q" in spec else ((6, 4), (4, 5))
+    indices = {"q": names(4096, 64)} if "q" in spec else {}
     with jax.enable_x64(True):
         xs = [numbers(*shape, dtype="float64") + 2.0**-40 for shape in shapes]
 

@@ -295,7 +295,9 @@ def here(x, c):
 def test_programs_show_the_users_line_and_the_spec(capsys):
     (line,) = residuals(capsys, jax.checkpoint(here, policy=POLICIES.dots_saveable), X, C)
     line_of_call = here.__code__.co_firstlineno + 1
-    assert re.search(rf"output of planner_step from .*test_jax_rules.py:{line_of_call}:\d+ \(here\)", line)
+    assert re.search(
+        rf"output of (?:planner_step|dot_general) from .*test_jax_rules.py:{line_of_call}:\d+ \(here\)", line
+    )
     for function in (here, jax.grad(lambda x, c: here(x, c).sum())):
         text = jax.jit(function).lower(X, C).as_text(debug_info=True)
         assert "nj, q[n]jk -> nk" in text

@@ -146,7 +146,7 @@ COPIES = {
         ("bcd, b -> cd", ((64, 48, 40), (64,)), 4 * 48 * 40),  # einsum copies the first operand, 64 times that
         ("cab, ca -> b", ((48, 32, 64), (48, 32)), 4 * 48 * 32),
     ],
-    "flat matmul": [  # axes side by side are joined, so that einsum's copies of 1 MiB are saved
+    "flat matmul": [  # for a low peak axes side by side are joined, so that einsum's copies of 1 MiB are saved
         ("ijkl, mip -> jklmp", ((64, 64, 8, 8), (8, 64, 16)), 4 * 64 * 8 * 16),
         ("jklmp, mip -> ijkl", ((64, 8, 8, 4, 16), (4, 64, 16)), 4 * 64 * 4 * 16),
         ("bij, bik -> jk", ((8, 64, 512), (8, 64, 512)), 0),
@@ -177,7 +177,8 @@ def test_xla_copies_what_is_predicted(lowering, spec, shapes, copied, xla_sizes)
     operands, (inputs, output) = [jnp.ones(shape) for shape in shapes], spec.split("->")
     indices = {"s": jnp.zeros(2000, jnp.int32)} if "s[" in spec else {}
     sizes = {name: size for name, size in {"d": 16, "s": 50}.items() if name in output and name not in inputs}
-    plan = planner.plan(spec, *operands, sizes=sizes, device="cpu", **indices)
+    least = "peak" if lowering == "flat matmul" else "time"
+    plan = planner.plan(spec, *operands, sizes=sizes, device="cpu", minimize=least, **indices)
     (step,) = plan.steps
     in_range = 4 * 2000 if "s[" in output else 0
     assert step.choice.cost.scratch_bytes == copied + in_range

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
@@ -20,29 +22,34 @@ from planner.backends.common.kernel_rows import (
     pool_function,
     views_of,
 )
+from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.products import (
+    as_dot,
     count_copied,
     count_reordered,
-    count_turned,
     fused_takes,
+    is_folded,
+    is_strided,
     join_axes,
+    multiply_and_add,
     multiply_flat,
 )
 from planner.backends.jax.tiled import card_work, loop_scratch, tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
+from planner.cost.floor import FUSED_TERMS
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
-from planner.language.dtypes import HALF_TYPES, itemsize
+from planner.language.dtypes import HALF_TYPES, is_inexact, itemsize
 from planner.language.spec import Spec, row_axes, term_gathers
-from planner.program.forms import GroupedForm, PooledForm, grouped_form, product_form
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
 from planner.program.implementations import MASK, Implementation, Table, form_row
-from planner.program.ops import Einsum, Guard, JointGradient, Op
+from planner.program.ops import Einsum, Guard, JointGradient, Op, joint_elements
 from planner.program.program import Step
 
 __all__ = ["PLAIN", "fuses", "make_table", "turns"]
@@ -56,15 +63,34 @@ PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds on a CPU for each element that XLA copies into another order, besides moving it. To multiply a matrix of
-# joined axes as its transpose takes as long, without a copy: 1.8 to 2.3 ns (AMD EPYC, JAX 0.10.2, 2026-11-25).
+# The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.8 (AMD EPYC, JAX 0.10.2, 2026-11-25).
+_EIGEN_RATE = 0.5
+# Seconds on a CPU for each element that XLA copies into another order, besides moving it: 1.8 to 2.3 ns (same machine).
 _REORDERED = 2e-9
+# The same for arrays that fit the cache: 0.2 to 0.4 ns.
+_REORDERED_IN_CACHE = 3e-10
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
+# Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
+# product's rate that it runs at: 0.03 to 0.15 ns were measured for each (AMD EPYC, JAX 0.10.2, 2026-11-25).
+_WORTH_ADDING, _ADDING_RATE = 2**13, 0.25
+# From so many matrices on, XLA's calls of a function for each take longer than such a loop.
+_MANY_MATRICES = 16
+# Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
+# have 4 or 8 terms.
+_LARGE_MATRIX = 64
+# FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
+_VECTOR_RATE = 0.33
 
 
-def _stock_work(op: Op, device: Device) -> list[Work]:
-    """Return the stock work, corrected for XLA's copies and its rate on products of few rows, columns or terms."""
+def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
+    """Return the stock work, corrected for XLA's copies and its rate on products of few rows, columns or terms.
+
+    Args:
+        op: the step.
+        device: the rates.
+        lean: whether a product is arranged to copy little, rather than to be fast.
+    """
     parts, kind, size = stock_work(op, device), stock_kind(op), itemsize(op.dtype)
     if device.kind != "cpu" or not isinstance(op, Einsum):
         return parts
@@ -78,11 +104,19 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     assert form is not None
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
+    if min(form.sizes[1:3]) == 1:  # XLA multiplies with vectors in one loop, without a call for each
+        rate, parts = (
+            _VECTOR_RATE * device.flop_rate,
+            [part._replace(matrices=0, rate=device.flop_rate) for part in parts],
+        )
+    if is_folded(op.spec, lean):
+        rate *= _EIGEN_RATE
     at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
     slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
-    copies = count_reordered(op.spec)
+    copies = count_reordered(op.spec, lean)
     more = copies.elements * size - sum(part.copied for part in parts)
-    seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
+    each = _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE
+    seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * each
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 
@@ -93,19 +127,60 @@ def _flat_matmul() -> Implementation:
     """
 
     def refuses(op: Op) -> str | None:
-        saved = count_reordered(op.spec).elements - count_reordered(join_axes(op.spec)).elements
+        saved = count_reordered(op.spec).elements - count_reordered(join_axes(op.spec), True).elements
         few = saved * itemsize(op.dtype) < _WORTH_JOINING
         return "joining axes saves XLA no copies of 1 MiB" if few else None
 
     def work(op: Op, joined: Spec, device: Device) -> list[Work]:
-        seconds = count_turned(joined) * _REORDERED
-        return [*_stock_work(dataclasses.replace(op, spec=joined, layouts=()), device), Work(seconds=seconds)]
+        return _stock_work(dataclasses.replace(op, spec=joined, layouts=()), device, lean=True)
 
     return form_row(
         "flat matmul",
         lambda op: join_axes(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
         work,
         lambda op, joined, inputs, index: (multiply_flat(op.spec, joined, *inputs),),
+        refuses=refuses,
+        kinds=("cpu",),
+    )
+
+
+def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
+    """Return the row that multiplies and adds in one loop, for sums of few terms.
+
+    XLA would copy the operands into matrices, and multiply each matrix by a call. As JAX's own operations the loop
+    would keep what it multiplies for gradients. So it is a step of ours. In a program for another platform it is a
+    product like any other.
+
+    Args:
+        multiply: makes the function of two operands.
+    """
+
+    def refuses(op: Op) -> str | None:
+        if not is_inexact(op.dtype):
+            return "sums of integers may be long"
+        form = product_form(op.spec)
+        assert form is not None
+        batch, rows, columns, terms = form.sizes
+        if not 1 < terms <= FUSED_TERMS:
+            return f"sums have one term, or more than {FUSED_TERMS}"
+        if joint_elements(op.spec) < _WORTH_ADDING:
+            return "a small product is JAX's own"
+        strided = is_strided(op.spec)
+        wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and terms % 4 == 0
+        large = batch < _MANY_MATRICES or wide
+        if (batch < _MANY_MATRICES and strided) or (large and not count_reordered(op.spec).elements):
+            return "XLA multiplies few matrices, and large ones, fast"
+        return "elements that are added up lie between those of the result" if strided and terms > 4 else None
+
+    def work(op: Op, form: ProductForm, device: Device) -> list[Work]:
+        rate = _ADDING_RATE * device.flop_rate
+        return [Work(op.flops(), rate, op.bytes_touched(), fresh=(op.result_bytes(),), launches=1)]
+
+    return form_row(
+        "multiply and add",
+        lambda op: product_form(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
+        work,
+        lambda op, form, inputs, index: (lax.convert_element_type(multiply(op.spec)(*inputs), op.dtype),),
         refuses=refuses,
         kinds=("cpu",),
     )
@@ -247,7 +322,8 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         launches=6,  # on a card: 20 kernels within a program
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
-    return Table([*stock, _flat_matmul(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
+    own = _flat_matmul(), _multiply_and_add(multiply_and_add if grouped is jax_grouped.CPU else as_dot)
+    return Table([*stock, *own, *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.

@@ -19,8 +19,10 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import HALF_TYPES, itemsize
 
-__all__ = ["gathered_floor", "product_floor", "unary_floor"]
+__all__ = ["FUSED_TERMS", "gathered_floor", "product_floor", "unary_floor"]
 
+# A product may be elementwise products that are added up, if it has a side of at most so many elements.
+FUSED_TERMS = 8
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
 
@@ -56,12 +58,11 @@ def product_floor(
     rows, columns, summed = joint / b, joint / a, joint / out
     least = np.minimum(np.minimum(rows, columns), summed)
     seconds = _moving_seconds(device, touched)
-    # With a side of 1 the product may be an elementwise product and a sum.
     most = device.half_rate if device.half_rate and dtype in HALF_TYPES else device.flop_rate
     rate = np.minimum(most, device.skinny_rate * np.maximum(1.0, least / 4))
     batch = a * (b / joint) * (out / joint)
     multiplied = np.maximum(seconds, 2 * joint / rate) + (batch > 1.5) * batch * device.matrix_seconds
-    seconds = np.where(least > 1.5, multiplied, seconds) + device.launch_seconds
+    seconds = np.where(least > FUSED_TERMS + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
     fresh = [_fresh_seconds(device, size * term) for term in (out, a, b)]
     return _picoseconds(steps * seconds + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
