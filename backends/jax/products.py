@@ -101,7 +101,7 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         columns = form.sizes[1 + (arrangement.first if _is_turned(spec, arrangement) else arrangement.second)]
         return excess + math.prod(form.sizes) / min(_FOLDED, columns**2 / _FOLDED)
     if min(form.sizes[1:3]) > 1:
-        uneven = form.sizes[3] % _EVEN != 0
+        uneven = form.sizes[3] > 1 and form.sizes[3] % _EVEN != 0
         return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
     wrong = min(form.sizes[1:3]) == 1 < max(form.sizes[1:3]) and not _sums_well(spec, arrangement)
     return excess + wrong * max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
