@@ -271,6 +271,8 @@ def test_backends_are_held_to_the_protocol(name):
         "fuses_cast",
         "bind_symbols",
         "family_signature",
+        "kept_copies",
+        "einsum_copies",
     } | (set() if backend.compiles else {"compiled_bytes", "compiled_peak"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 

@@ -237,8 +237,8 @@ def arrays(workload, dtype="float32", seed=0, skew="uniform"):
 
 @pytest.mark.parametrize(("index_mode", "skew"), [("raise", "uniform"), ("drop", "half"), ("drop", "one")])
 def test_plans_for_a_card_compute_values_and_gradients(as_on_a_card, monkeypatch, index_mode, skew):
-    monkeypatch.setattr(jax_grouped, "CARD_STEP_BYTES", 4000)
-    monkeypatch.setattr(jax_grouped, "CARD_STEP_PART", 50)
+    monkeypatch.setattr(jax_tilings, "CARD_STEP_BYTES", 4000)
+    monkeypatch.setattr(jax_tilings, "CARD_STEP_PART", 50)
     (a, c), indices, cotangent = arrays(SMALL, skew=skew)
     plan, run = planned(SMALL, H200, True, index_mode=index_mode, minimize="peak")
     ran = [step.choice.lowering for step in plan.steps if step.choice.lowering != "mask"]
@@ -294,7 +294,7 @@ def test_products_of_taken_rows_in_pieces(monkeypatch, spec, dtype):
     resolved = planner.resolve(spec, *map(planner.Operand, shapes[:-1]), sizes=shapes[-1], **given)
     op = Einsum(resolved, dtype)
     monkeypatch.setattr(jax_tiled, "_PIECE_BYTES", jax_tiled._row_bytes(op) // 4 + 1)
-    monkeypatch.setattr(jax_grouped, "CARD_STEP_PART", 50)
+    monkeypatch.setattr(jax_tilings, "CARD_STEP_PART", 50)
     form = jax_tiled._find_pieces(op)
     assert form.steps == 4
     assert resolved.size(form.axis) % 4

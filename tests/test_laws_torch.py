@@ -45,7 +45,7 @@ def test_promotion_is_that_of_torch():
 
 def test_a_gradient_that_repeats_costs_little():
     """Of a sum's gradient no grouped product is made: rows are summed and taken."""
-    workload = WORKLOADS["seed-gathered-matmul"].resized(n=512, q=16)
+    workload = WORKLOADS["seed-gathered-matmul"].resized(n=8192, q=16)
     operands, indices = workload.operands("torch", requires_grad=True), workload.indices("torch")
     result = planner.contract(workload.spec, *operands, **indices)
     seen = {}

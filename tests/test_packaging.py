@@ -179,5 +179,5 @@ def test_every_install_passes_the_constraints():
 
 
 def test_extras():
-    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"torch", "jax", "cuda", "testing", "viz", "large"}
+    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"torch", "jax", "cuda", "testing", "viz", "large", "shell"}
     assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"

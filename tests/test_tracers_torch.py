@@ -364,7 +364,7 @@ def test_a_compiled_small_gather_is_recorded_as_operators_of_torch():
         fullgraph=True,
         backend=aot_autograd(fw_compiler=record, bw_compiler=record),
     )
-    a, c, q = leaves(integers(5, 4), integers(3, 4), torch.tensor([2, 0, 2, 2, 0, 0, 2]))
+    a, c, q = leaves(integers(5, 4), integers(3, 4), torch.tensor([2, 0, 2, 2, 0, 0, 2] * 40))
     with torch.no_grad():
         c[1] = torch.nan
     result, expected = made(a, c, q), torch.einsum("ij,nj->in", a, c[q])
@@ -384,7 +384,8 @@ def test_a_compiled_call_keeps_what_an_eager_call_keeps():
     for n in (40, 64, 500):
         arrays = leaves(integers(n, 8, 3), integers(n, high=7), integers(7, 3, 9), integers(9, 4))
         kept = saved_bytes(made, arrays)
-        assert kept == saved_bytes(call, arrays)
+        # A compiled call may keep an index array in range in place of the given one.
+        assert 0 <= kept - saved_bytes(call, arrays) <= arrays[1].nbytes
         assert 0 < kept < n * 3 * 9 * 4  # less than the gathered c[q]
 
     def chain(*xs):

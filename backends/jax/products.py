@@ -99,7 +99,7 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
     if _is_folded(spec, arrangement):
         columns = form.sizes[1 + (arrangement.first if _is_turned(spec, arrangement) else arrangement.second)]
-        return excess + math.prod(form.sizes) / min(_FOLDED, columns**2 / _FOLDED)
+        return excess + math.prod(form.sizes) / min(_FOLDED, max(columns, 1) ** 2 / _FOLDED)
     if min(form.sizes[1:3]) > 1:
         uneven = form.sizes[3] > 1 and form.sizes[3] % _EVEN != 0
         return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from planner.backends.common.indices import check_index_dtype
-from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.checks import raise_pending, synchronize
 from planner.backends.torch.contexts.autocast import autocast_dtype, autocast_state
 from planner.backends.torch.contexts.modes import (
@@ -38,7 +37,7 @@ from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
-from planner.backends.torch.products import MULTIPLY_SUM, einsum_copies
+from planner.backends.torch.products import einsum_copies
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, kept_copies, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
@@ -49,7 +48,6 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, SizeReader
 from planner.program.implementations import Backend, RunPlan, Stepwise
-from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
@@ -57,7 +55,6 @@ __all__ = ["TorchBackend", "backend"]
 
 # A derivative of planner's own takes 35 us longer than torch's, on an AMD EPYC, torch 2.13, 2026-11-25; a product has
 # two gradients, and other steps of its plan may need a derivative of planner's own.
-ALIKE_SECONDS = 12e-6
 
 
 class TorchBackend(Backend):
@@ -85,16 +82,6 @@ class TorchBackend(Backend):
             needs = array.dtype.is_floating_point or array.dtype.is_complex
         strides = tuple(map(hint, array.stride()))
         return Operand(self.numbers(array.shape), str(array.dtype).removeprefix("torch."), strides, needs)
-
-    def gradient_alike(
-        self, device: Device, op: Op, gradient: Op, choice: PricedImplementation
-    ) -> PricedImplementation:
-        """Return a product and its sum for the gradient of an operand that a small product repeats, as torch does."""
-        if device.kind != "cpu" or stock_kind(op) != "multiply" or stock_kind(gradient) != "matmul":
-            return choice
-        own = self.table.price(MULTIPLY_SUM, gradient, device)
-        most = choice.cost.picoseconds + int(1e12 * ALIKE_SECONDS)
-        return own if own is not None and own.cost.picoseconds <= most else choice
 
     def numbers(self, sizes: Any) -> Any:
         """Return a shape, or `sizes=` of a call, in numbers, without a guard of the compiler that traces it."""

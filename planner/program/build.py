@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,7 +48,6 @@ class Lowerer:
             single gradients are fixed and the joint one is not, they are two steps.
         plain: see `Table`.
         records: whether the framework may keep copies, see `Backend`; None if their plan decides.
-        alike: see `Backend`; None if gradients are chosen as other steps are.
     """
 
     def __init__(
@@ -59,10 +57,8 @@ class Lowerer:
         fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
         plain: Sequence[str] = (),
         records: bool | None = None,
-        alike: Callable[[Op, Op, PricedImplementation], PricedImplementation] | None = None,
     ) -> None:
         self.choices, self.key, self.fixed, self.plain, self.records = choices, key, fixed, plain, records
-        self.alike = alike
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
@@ -71,7 +67,7 @@ class Lowerer:
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
-        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain, self.records, self.alike)
+        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain, self.records)
 
     def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""
@@ -125,10 +121,7 @@ class Lowerer:
             if want:
                 swapped = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
                 swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
-                choice = choose(swapped)
-                if self.alike is not None and swapped not in self.fixed:
-                    choice = self.alike(op, swapped, choice)
-                single.append(GradientStep(swapped, choice, (child,)))
+                single.append(GradientStep(swapped, choose(swapped), (child,)))
         if len(single) == 2:
             fixed_apart = all(step.op in self.fixed for step in single)
             if not fixed_apart and self.choices(joint):
@@ -142,9 +135,7 @@ class Lowerer:
 def lowerer_for(backend: str, device: Device, objective: Objective) -> Lowerer:
     """Return what chooses, for an objective, among the implementations that a backend has on a device."""
     table, key = load_backend(backend).table, step_key(objective)
-    own = load_backend(backend).gradient_alike
-    alike = partial(own, device) if own and objective == "time" else None
-    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain, alike=alike)
+    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain)
 
 
 class _Builder:

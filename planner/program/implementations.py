@@ -254,8 +254,6 @@ class Backend(Protocol):
             gradient or None.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
-        gradient_alike: returns the implementation of a step's gradient that lets the framework differentiate the step
-            itself, from the device, the step, the gradient and its fastest implementation, which may be the result.
         kept_copies: returns the bytes of copies of inputs that a plan keeps in place of the inputs, because the
             framework's own derivatives save them, and take less time; None if a plan must copy nothing. It takes the
             contraction, its tree, the steps of both programs, and whether the plan's family keeps copies, if known.
@@ -269,7 +267,6 @@ class Backend(Protocol):
     compiled_peak: CompiledPeak | None = None
     conjugates: bool = False
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
-    gradient_alike: Callable[[Device, Op, Op, PricedImplementation], PricedImplementation] | None = None
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
 
     def operand(self, array: Any) -> Operand:

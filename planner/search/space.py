@@ -128,9 +128,7 @@ class SearchSpace:
     ) -> Lowerer:
         """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
         key = step_key(objective)
-        own = load_backend(self.backend).gradient_alike
-        alike = partial(own, self.device) if own and objective == "time" else None
-        return Lowerer(partial(self.choices, key=key), key, fixed, self.table.plain, records, alike)
+        return Lowerer(partial(self.choices, key=key), key, fixed, self.table.plain, records)
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""

@@ -239,9 +239,10 @@ def planned():
 
 def read_rates():
     found = rates.read(KEY)
-    assert found is None or all(
-        value >= 0 and not math.isnan(value) for value in (getattr(found, name) for name in rates.rate_fields())
-    )
+    if found is not None:
+        values = [getattr(found, name) for name in rates.rate_fields()]
+        flat = [rate for value in values for rate in (value if isinstance(value, tuple) else (value,))]
+        assert all(rate >= 0 and not math.isnan(rate) for rate in flat)
     return found
 
 

@@ -264,7 +264,8 @@ class TorchCard(TorchChecks):
             lab.is_tiny, lab.preset = True, H200
             lab.key = dataclasses.replace(lab.key, kind="cuda")
         found = measure(lab)
-        rates = {name: getattr(found, name) for name in rate_fields() if math.isfinite(getattr(found, name))}
+        known = {name: getattr(found, name) for name in rate_fields()}
+        rates = {name: rate for name, rate in known.items() if isinstance(rate, float | int) and math.isfinite(rate)}
         return {"device": {"name": lab.preset.name, "source": found.source, **rates}}
 
     def tiles(self) -> Iterator[Item]:
