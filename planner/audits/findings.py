@@ -92,6 +92,7 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
         operands = [array.operand for array in problem.operands]
         try:
             options: dict[str, Any] = {"sizes": problem.sizes or None, "backend": backend, **shapes}
+            options |= {name: getattr(problem, name) for name in ("index_mode", "device", "dtype")}
             chosen = plan(problem.spec, *operands, **options)
             times = measured_times(problem, chosen) if measure else None
         except PlannerError as error:
