@@ -172,6 +172,8 @@ def test_forms_of_products(torch):
         lambda: (x * v[q]).sum((0, 1)),
         lambda: torch.zeros(7, 8, 6).index_add_(0, d, w[q] * x[:, 0, None, None]),
         lambda: torch.zeros(7, 8).index_add(dim=0, index=d, source=v[q]),
+        lambda: x.unsqueeze(1) @ t[q].mT,
+        lambda: x.unsqueeze(1) @ t[q].movedim(1, 2),
         lambda: w[..., q % 6] * x[0, :, None],
         lambda: v[q][:, None] * v[half][None],
     ]
@@ -226,6 +228,21 @@ def test_measured_times(torch):
     assert site.times.now > site.times.planned > 0
 
 
+def test_measured_times_of_jax(jnp):
+    report = planner.audit(
+        lambda x, c, q: x * c[q], jnp.ones((8, 6)), jnp.ones((5, 6)), jnp.arange(8) % 5, measure=True
+    )
+    assert report.unread == {}
+    assert report[0].times.now > 0
+
+
+def test_a_product_under_autocast_is_planned_in_its_dtype(torch):
+    x, w, q = torch.ones(8, 1, 6), torch.ones(5, 6, 4), torch.arange(8) % 5
+    with planner.audit() as report, torch.autocast("cpu", torch.bfloat16):
+        torch.bmm(x, w[q])
+    assert report[0].plan.dtype == "bfloat16"
+
+
 def test_jax(jnp, jax):
     def loss(params, x, q, d):
         h = jnp.einsum("ni,nij->nj", x, params["w"][q])  # planted: jax
@@ -277,6 +294,7 @@ def test_a_script_from_the_shell(torch, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert 'data-wasteful="true"' in text
     assert "Both plans" in text
+    assert "1 site, 1 call; planner would change 1." in text
 
 
 # --- no line is wrong -----------------------------------------------------------------------------
@@ -454,6 +472,16 @@ def test_the_lines_of_jax_programs(jnp, jax, program, tmp_path):
     assert all((f'index_mode="{mode}"' if mode else "") in site.code for site in report)
     assert mode or "index_mode" not in report[0].code
     np.testing.assert_array_equal(sum(found), function(*names.values()))
+
+
+def test_a_jitted_helper_is_read_afresh(jnp, jax):
+    """The second call reads rows that the program computes: nothing of the first call is left."""
+    helper = jax.jit(lambda pool, rows, factor: (pool[rows] * factor).sum(-1))
+    random = np.random.default_rng(0)
+    c, a = (jnp.asarray(random.integers(-4, 5, shape), "float32") for shape in ((5, 6), (8, 6)))
+    q = jnp.arange(8) % 5
+    report = planner.audit(lambda c, q, a: helper(c, q, a) + helper(c, q * q % 5, a), c, q, a)
+    assert [(site.calls, site.function) for site in report] == [(1, "mul, sum")]
 
 
 # --- programs go on -------------------------------------------------------------------------------

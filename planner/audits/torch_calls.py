@@ -44,7 +44,10 @@ class TorchWatch:
     def __call__(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a call of torch, and look at it. A call that cannot be read is left out: no audit stops a program."""
         result = func(*args, **kwargs)
-        look = _LOOKS.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, such as `x.mT`
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        look = _LOOKS.get(name)
         if look is not None:
             with contextlib.suppress(Exception):
                 if user_frame() is not None:  # what planner itself calls is no waste
@@ -188,6 +191,17 @@ def _swapped(count: int, dim0: int, dim1: int) -> list[int]:
     return order
 
 
+def _matrix(count: int) -> list[int]:
+    return _swapped(count, -2, -1)
+
+
+def _moved(count: int, source: int, destination: int) -> list[int]:
+    order = list(range(count))
+    axis = order.pop(source)
+    order.insert(destination % count, axis)
+    return order
+
+
 def _permuted(count: int, *dims: Any) -> list[int]:
     (order,) = dims if len(dims) == 1 else (dims,)
     return [d % count for d in order]
@@ -294,6 +308,8 @@ _LOOKS: dict[str, Callable[..., None]] = {
     "embedding": _embed,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _view(_swapped)),
     "permute": _view(_permuted),
+    **dict.fromkeys(("movedim", "moveaxis"), _view(_moved)),
+    "mT": _view(_matrix),
     "contiguous": _view(_same),
     "unsqueeze": _unsqueeze,
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _multiply),
