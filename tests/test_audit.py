@@ -517,6 +517,12 @@ def test_a_program_that_ends_has_a_report(torch):
     assert len(report) == 1
 
 
+def test_a_naive_plan_is_compared_with_no_other():
+    plan = planner.plan("ij, jk, kl -> il", (64, 8), (8, 64), (64, 64), backend="numpy")
+    assert len(planner.compare(plan)) == 2
+    assert len(planner.compare(plan.naive)) == 1
+
+
 # --- expressions ----------------------------------------------------------------------------------
 
 
