@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from planner.audits.expression import Array, Expression, Read, contract, matmul, multiply, problem_of
+from planner.audits.expression import Array, Expression, Problem, Read, contract, matmul, multiply, problem_of
 from planner.audits.sites import Call, Record, find_place, name_in, user_frame
 from planner.dropin.einsum import read_arguments
 from planner.language.parse import parse
@@ -40,6 +40,8 @@ class TorchWatch:
         self.record, self.measure = record, measure
         self.known: dict[int, Known] = {}
         self.zeros: dict[int, bool] = {}
+        # The first problem of a line, with names: to find these takes longer than all else.
+        self.problems: dict[Any, Problem] = {}
 
     def __call__(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a call of torch, and look at it. A call that cannot be read is left out: no audit stops a program."""
@@ -117,8 +119,11 @@ class TorchWatch:
             kept = array.origin.detach().clone() if self.measure and array.operand.strides is None else None
             return Array(array.operand, name_in(frame, array.origin), kept)
 
-        problem = problem_of(expression, named=named, **rest)
-        return self.record.add(Call(find_place(frame), function, problem), completes)
+        place = find_place(frame)
+        key = place, function, problem_of(expression, named=lambda array: Array(array.operand), **rest).key
+        if key not in self.problems:
+            self.problems[key] = problem_of(expression, named=named, **rest)
+        return self.record.add(Call(place, function, self.problems[key]), completes)
 
 
 def _version(x: Any) -> int | None:
