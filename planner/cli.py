@@ -213,15 +213,21 @@ def _audit(options: argparse.Namespace) -> int:
     if not os.path.isfile(options.script):
         raise PlannerError(f"there is no script {options.script!r:.200}")
     before = sys.argv, sys.path
-    sys.argv, sys.path = [options.script, *options.arguments], [os.path.dirname(options.script) or ".", *sys.path]
+    folder = os.path.dirname(os.path.abspath(options.script))
+    sys.argv, sys.path = [options.script, *options.arguments], [folder, *sys.path]
+    ended: SystemExit | None = None
     try:
         with audit(measure=options.measure) as report:
             runpy.run_path(options.script, run_name="__main__")
+    except SystemExit as error:
+        ended = error
     finally:
         sys.argv, sys.path = before
     print(report)
     if options.html:
         report.to_html(options.html)
+    if ended is not None:
+        raise ended
     return 0
 
 

@@ -77,7 +77,7 @@ def compare(plan: Plan, *others: Plan) -> Comparison:
 
     Args:
         plan: the plan that the others are compared with.
-        *others: the other plans; the naive plan if there are none.
+        *others: the other plans; the naive plan if there are none, and `plan` is not naive itself.
 
     Returns:
         The comparison. Print it, or write it with `to_html`.
@@ -88,4 +88,5 @@ def compare(plan: Plan, *others: Plan) -> Comparison:
     for number, each in enumerate((plan, *others)):
         if not isinstance(each, Plan):
             raise PlannerTypeError(f"argument {number} is a {type(each).__name__}: give plans of planner.plan")
-    return Comparison((plan, *(others or (plan.naive,))))
+    naive = plan.naive
+    return Comparison((plan, *(others or ((naive,) if plan.origin != naive.origin else ()))))

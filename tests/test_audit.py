@@ -2,6 +2,8 @@
 
 import ast
 import re
+import runpy
+import sys
 import textwrap
 
 import numpy as np
@@ -170,6 +172,8 @@ def test_forms_of_products(torch):
         lambda: (x * v[q]).sum((0, 1)),
         lambda: torch.zeros(7, 8, 6).index_add_(0, d, w[q] * x[:, 0, None, None]),
         lambda: torch.zeros(7, 8).index_add(dim=0, index=d, source=v[q]),
+        lambda: x.unsqueeze(1) @ t[q].mT,
+        lambda: x.unsqueeze(1) @ t[q].movedim(1, 2),
         lambda: w[..., q % 6] * x[0, :, None],
         lambda: v[q][:, None] * v[half][None],
     ]
@@ -224,6 +228,21 @@ def test_measured_times(torch):
     assert site.times.now > site.times.planned > 0
 
 
+def test_measured_times_of_jax(jnp):
+    report = planner.audit(
+        lambda x, c, q: x * c[q], jnp.ones((8, 6)), jnp.ones((5, 6)), jnp.arange(8) % 5, measure=True
+    )
+    assert report.unread == {}
+    assert report[0].times.now > 0
+
+
+def test_a_product_under_autocast_is_planned_in_its_dtype(torch):
+    x, w, q = torch.ones(8, 1, 6), torch.ones(5, 6, 4), torch.arange(8) % 5
+    with planner.audit() as report, torch.autocast("cpu", torch.bfloat16):
+        torch.bmm(x, w[q])
+    assert report[0].plan.dtype == "bfloat16"
+
+
 def test_jax(jnp, jax):
     def loss(params, x, q, d):
         h = jnp.einsum("ni,nij->nj", x, params["w"][q])  # planted: jax
@@ -261,18 +280,247 @@ def test_a_script_from_the_shell(torch, tmp_path):
             import torch
             x, w = torch.ones(4000, 1, 64), torch.ones(16, 64, 64, requires_grad=True)
             q = torch.arange(4000) % 16
-            torch.bmm(x, w[q]).sum().backward()
-            print("the script's own", sys.argv[1:])
+            def main():
+                torch.bmm(x, w[q]).sum().backward()
+                print("the script's own", sys.argv[1:])
+            sys.exit(main())
         """)
     )
     program = "import sys; from planner.cli import main; sys.exit(main(sys.argv[1:]))"
     shown = run_python(program, "audit", "--html", page, script, "--steps", "3")
     assert shown.startswith("the script's own ['--steps', '3']\n1 site, 1 call; planner would change 1")
     assert 'planner.contract("ijk, q[i]kl -> ijl", x, w, q=q)' in shown
-    assert "model.py:6" in shown
+    assert "model.py:7" in shown
     text = page.read_text(encoding="utf-8")
     assert 'data-wasteful="true"' in text
     assert "Both plans" in text
+    assert "1 site, 1 call; planner would change 1." in text
+
+
+# --- no line is wrong -----------------------------------------------------------------------------
+
+TORCH_PROGRAMS = """
+w = (p := a * b[q]).clone(); p.mul_(2); y = p.sum(-1)         | mul
+rows = b[q]; b.zero_(); y = a * rows                          |
+rows = b[q]; q.add_(-1).abs_(); y = a * rows                  |
+rows = b[q]; rows.add_(1); y = a * rows                       |
+v = b[:]; rows = b[q]; v[0] = 7; y = a * rows                 |
+rows = b[:][q]; b[0] = 7; y = a * rows                        |
+y = (a * g[q]).sum(-1)                                        | mul, sum
+y = (a * b[q]).sum(axis=-1)                                   | mul, sum
+y = (a * b[q]).sum(0)                                         | mul, sum
+y = (a * b[q]).sum()                                          | mul, sum
+w = a * b[q]; y = w.sum(-1, True)                             | mul
+w = a * b[q]; y = w.sum(-1, keepdims=True)                    | mul
+w = a * b[q]; y = w.sum(dtype=torch.float64)                  | mul
+w = a * b[q]; y = w.sum(dim=())                               | mul
+u, v = a.int(), b.int(); w = u * v[q]; y = w.sum(-1)          | mul
+y = t.index_add(0, d, b[q])                                   | index_add
+y = t.index_add(0, d, a * b[q])                               | index_add
+y = z.index_add_(0, d, b[q])                                  | index_add
+u = torch.zeros(7, 6); y = u.index_add(0, d, b[q])            | index_add
+y = torch.zeros_like(t).index_add_(0, d, b[q])                | index_add
+u = t.new_zeros(7, 6); u[1] = 2; y = u.index_add(0, d, b[q])  | index_add
+y = t.index_add(0, d, b[q], alpha=2)                          |
+rows = b; rows = rows[q]; y = a * rows                        | mul
+y = model(a, q)                                               | mul
+y = a * model.part.weight[q]                                  | mul
+y = a * F.embedding(q, b, padding_idx=1)                      |
+y = a * F.embedding(q, b)                                     | mul
+"""
+
+
+@pytest.mark.parametrize("row", TORCH_PROGRAMS.strip().splitlines())
+def test_the_lines_of_torch_programs(torch, row, tmp_path):
+    """The code of the site computes what the line computed. Where that is in doubt, there is no site."""
+    program, _, function = (part.strip() for part in row.partition("|"))
+    names = torch_names(torch)
+    given = {name: x.detach().clone() for name, x in names.items() if isinstance(x, torch.Tensor)}
+    with planner.audit() as report:
+        names = run_text(program, names, tmp_path)
+    assert report.unread == {}
+    assert [site.function for site in report] == [function] * bool(function)
+    for site in report:
+        code = site.code.replace("self.", "model.")
+        assert not re.search(r"\bx\d", code), code
+        assert torch.equal(value_of(code, {**names, **given}, tmp_path), names.get("w", names["y"]))
+
+
+def run_text(text, names, folder):
+    """Run a program that knows names, and return what it has at its end."""
+    file = folder / "program.py"
+    file.write_text(text, encoding="utf-8")
+    return runpy.run_path(str(file), names)
+
+
+def value_of(text, names, folder):
+    """The value of an expression."""
+    return run_text(f"value = {text}", names, folder)["value"]
+
+
+def torch_names(torch):
+    """What the programs of the table know."""
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(integers(-4, 5, 5, 6).float())
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, a, q):
+            return a * self.part.weight[q]
+
+    names = {"a": integers(-4, 5, 8, 6).float(), "b": integers(-4, 5, 5, 6).float(), "t": integers(1, 5, 7, 6).float()}
+    names |= {"q": integers(0, 5, 8), "d": integers(0, 7, 8), "g": integers(-4, 5, 5, 6).float().requires_grad_()}
+    names["z"] = names["t"].clone()
+    return {**names, "model": Model(), "torch": torch, "F": torch.nn.functional, "planner": planner}
+
+
+def test_a_name_holds_another_array_by_then(torch):
+    """A line is written with the names that hold at the line of the product."""
+    x, c, q = torch.ones(8, 6), torch.ones(5, 6), torch.arange(8) % 5
+
+    def multiply_rows(factor, pool):
+        pool = pool[q]
+        return factor * pool
+
+    with planner.audit() as report:
+        multiply_rows(x, c[:])
+    assert report[0].code == 'planner.contract("ij, q[i]j -> ij", factor, x1, q=q)'
+
+
+def test_rows_without_gradients_stay_so(torch):
+    x, c, q = torch.ones(8, 6), torch.ones(5, 6, requires_grad=True), torch.arange(8) % 5
+    with planner.audit() as report:
+        with torch.no_grad():
+            rows = c[q]
+        x * rows
+    assert len(report) == 0
+
+
+def test_tensors_that_count_no_changes_are_not_remembered(torch):
+    with torch.inference_mode(), planner.audit() as report:
+        x, c, q = torch.ones(8, 6), torch.ones(5, 6), torch.arange(8) % 5
+        rows = c[q]
+        c.zero_()
+        x * rows
+        torch.einsum("ij,kj->ik", x, c)
+    assert [site.function for site in report] == ["einsum"]
+
+
+JAX_PROGRAMS = {
+    "x[q] * a": "",
+    "w[q + 1] * a": None,
+    "c[jnp.where(q > 2, q, 0)] * a": None,
+    "c[q + r] * a": None,
+    "c[q.reshape(2, 4).T.reshape(8)] * a": None,
+    "c[jnp.concatenate([q, q])[:8]] * a": None,
+    "c[jnp.clip(q, 0, 2)] * a": None,
+    "c[q.astype(jnp.int8)] * a": None,
+    "c[jnp.where(q < 0, q + 3, q)] * a": None,
+    "c[q] * a": "",
+    "c.at[q].get(mode='fill') * a": "nan",
+    "c.at[q].get(mode='fill', fill_value=0) * a": None,
+    "c.at[q].get(mode='clip') * a": None,
+    "jnp.take(c, q, axis=0) * a": "nan",
+    "jnp.take(c, q, axis=0, mode='clip') * a": "clip",
+    "jnp.take(c.T, q, axis=1, mode='clip') * a.T": "clip",
+    "(c[q] * a).sum(-1)": "",
+    "jnp.broadcast_to((c[q] * a)[None], (5, 8, 6)).sum(0)": None,
+    "jnp.zeros((7, 6)).at[d].add(c[q])": "nan",
+    "t.at[d].add(c[q])": None,
+    "jnp.zeros((7, 6)).at[d].add(c[q], mode='clip')": None,
+    "jax.ops.segment_sum(c[q], d, 7)": "drop",
+    "jax.ops.segment_sum(h[d] * a, d, 7)": "drop",
+    "jax.ops.segment_sum(c[q] * a, d, 7, mode='clip')": "clip",
+    "helper(c, q, a) + helper(x, r, a)": "",
+}
+
+
+@pytest.mark.parametrize("program", JAX_PROGRAMS)
+def test_the_lines_of_jax_programs(jnp, jax, program, tmp_path):
+    """The code computes what the program computed, for positions out of range too if the program allows them."""
+    random = np.random.default_rng(0)
+    shapes = {"x": (9, 6), "w": (9, 6), "c": (5, 6), "a": (8, 6), "t": (7, 6), "h": (8, 6)}
+    names = {name: jnp.asarray(random.integers(-4, 5, shape), "float32") for name, shape in shapes.items()}
+    mode = JAX_PROGRAMS[program]
+    promised = "[q]" in program or "[d]" in program or "helper" in program
+    low, high = (-5, 5) if promised else (-9, 9)
+    names["q"] = jnp.asarray(random.integers(low, high, 8), "int32")
+    names["r"] = jnp.asarray(random.integers(0, 4, 8), "int32")
+    names["d"] = jnp.asarray(
+        random.integers(-8 if "h[d]" in program else -9, 8 if "h[d]" in program else 9, 8), "int32"
+    )
+    helper = jax.jit(lambda pool, rows, factor: (pool[rows] * factor).sum(-1))
+    outer = {"jnp": jnp, "jax": jax, "planner": planner, "helper": helper, **names}
+    function = value_of(f"lambda {', '.join(names)}: {program}", outer, tmp_path)
+    report = planner.audit(function, *names.values())
+    assert report.unread == {}
+    if mode is None:  # the product before a sum may be a site of its own
+        assert [site.function for site in report] == ["mul"] * ("sum(0)" in program)
+        return
+    found = [value_of(site.code, outer, tmp_path) for site in report]
+    assert len(found) == 1 + ("helper" in program)
+    assert all((f'index_mode="{mode}"' if mode else "") in site.code for site in report)
+    assert mode or "index_mode" not in report[0].code
+    np.testing.assert_array_equal(sum(found), function(*names.values()))
+
+
+def test_a_jitted_helper_is_read_afresh(jnp, jax):
+    """The second call reads rows that the program computes: nothing of the first call is left."""
+    helper = jax.jit(lambda pool, rows, factor: (pool[rows] * factor).sum(-1))
+    random = np.random.default_rng(0)
+    c, a = (jnp.asarray(random.integers(-4, 5, shape), "float32") for shape in ((5, 6), (8, 6)))
+    q = jnp.arange(8) % 5
+    report = planner.audit(lambda c, q, a: helper(c, q, a) + helper(c, q * q % 5, a), c, q, a)
+    assert [(site.calls, site.function) for site in report] == [(1, "mul, sum")]
+
+
+# --- programs go on -------------------------------------------------------------------------------
+
+
+def test_an_audit_stops_no_program(torch):
+    """Objects whose attributes raise are passed over, and `torch.compile` captures whole functions."""
+
+    class Proxy:
+        @property
+        def __dict__(self):
+            raise RuntimeError("no context")
+
+    proxy = Proxy()
+    x, c, q = torch.ones(8, 6), [torch.ones(5, 6)], torch.arange(8) % 5
+    step = torch.compile(lambda x, c, q: x * c[q], fullgraph=True, backend="eager")
+    with planner.audit() as report:
+        assert (step(x, c[0], q) == 1).all()
+        x * c[0][q]
+    assert isinstance(proxy, Proxy)
+    assert 'planner.contract("ij, q[i]j -> ij", x, x1, q=q)' in [site.code for site in report]
+
+
+def test_a_program_that_ends_has_a_report(torch):
+    x, c, q = torch.ones(8, 6), torch.ones(5, 6), torch.arange(8) % 5
+
+    def program():
+        x * c[q]
+        sys.exit(3)
+
+    with pytest.raises(SystemExit), planner.audit() as report:
+        program()
+    assert len(report) == 1
+
+
+def test_a_naive_plan_is_compared_with_no_other():
+    plan = planner.plan("ij, jk, kl -> il", (64, 8), (8, 64), (64, 64), backend="numpy")
+    assert len(planner.compare(plan)) == 2
+    assert len(planner.compare(plan.naive)) == 1
 
 
 # --- expressions ----------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def _audit_torch(measure: bool) -> Iterator[Audit]:
     from planner.audits.torch_calls import TorchWatch
 
     record, report = Record(), Audit()
-    with load_backend("torch").routing(TorchWatch(record, measure), every=True):
-        yield report
-    report.sites, report.unread = find_sites(record, "torch", measure)
+    try:
+        with load_backend("torch").routing(TorchWatch(record, measure), every=True):
+            yield report
+    finally:  # a program may end in an exception, such as SystemExit
+        report.sites, report.unread = find_sites(record, "torch", measure)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.language.errors import PlannerError
 from planner.language.spec import Operand
 
 __all__ = ["Array", "Expression", "Problem", "Read", "contract", "matmul", "multiply", "problem_of"]
 
 _fresh = itertools.count()
 # Letters of axes, in the order in which they are given out, and those of index arrays.
-_AXES = "ijklmnabcdefghopstuvwxyz"
+_AXES = "ijklmnabcdefghostuvwxyz"
 _INDICES = "qpr" + "QPRSTUVWXYZABCDEFGHIJKLMNO"
+# Index modes of `planner.contract`, in the order of preference.
+_MODES = ("raise", "nan", "drop", "clip")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -29,19 +32,37 @@ class Array:
         operand: its shape, dtype, strides, and whether it needs a gradient.
         name: what the program calls it; "" if no name was found.
         value: the array itself where values are measured, else None.
+        origin: the tensor of the program, as long as the program may still change it; else None.
+        version: how often the tensor had been changed in place; None if torch does not count that.
     """
 
     operand: Operand
     name: str = ""
     value: Any = None
+    origin: Any = None
+    version: int | None = None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the tensor surely holds the values that it held when it was read."""
+        return self.origin is None or (self.version is not None and self.origin._version == self.version)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """A dimension that is read at the positions that an index array holds, along the axes of that array."""
+    """A dimension that is read at the positions that an index array holds, along the axes of that array.
+
+    Attributes:
+        index: the index array.
+        axes: its axes.
+        modes: the index modes of `planner.contract` that give the program's values, out of range too.
+        size: the size of the dimension if the program promises positions from -size to size - 1, else 0.
+    """
 
     index: Array
     axes: tuple[int, ...]
+    modes: frozenset[str] = frozenset({"raise"})
+    size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,13 +95,20 @@ class Expression:
         """Whether an array is read at the positions that an index array holds."""
         return any(isinstance(entry, Read) for _, term in self.factors for entry in term)
 
+    @property
+    def arrays(self) -> Iterator[Array]:
+        """The arrays, index arrays included."""
+        for array, term in self.factors:
+            yield array
+            yield from (entry.index for entry in term if isinstance(entry, Read))
+
     def renamed(self, new: Mapping[int, int]) -> Expression:
         """Return the same expression with other axes."""
 
         def entry(old: int | Read) -> int | Read:
-            return (
-                Read(old.index, tuple(new.get(a, a) for a in old.axes)) if isinstance(old, Read) else new.get(old, old)
-            )
+            if isinstance(old, int):
+                return new.get(old, old)
+            return dataclasses.replace(old, axes=tuple(new.get(a, a) for a in old.axes))
 
         sizes: dict[int, int] = {}
         for axis, size in self.sizes.items():
@@ -93,8 +121,11 @@ class Expression:
         """Return the same expression with axes that nothing else has."""
         return self.renamed({axis: next(_fresh) for axis in self.sizes})
 
-    def take(self, dim: int, index: Array) -> Expression | None:
-        """Return the expression with one dimension read at an index array's positions; None if that is no one array."""
+    def take(self, dim: int, index: Array, **promises: Any) -> Expression | None:
+        """Return the expression with one dimension read at an index array's positions; None if that is no one array.
+
+        `promises` are the modes and the size of a `Read`.
+        """
         if len(self.factors) != 1:
             return None
         ((array, term),) = self.factors
@@ -102,7 +133,7 @@ class Expression:
         if axis not in term:
             return None
         axes = tuple(next(_fresh) for _ in index.operand.shape)
-        term = tuple(Read(index, axes) if entry == axis else entry for entry in term)
+        term = tuple(Read(index, axes, **promises) if entry == axis else entry for entry in term)
         dims = (*self.dims[:dim], *axes, *self.dims[dim + 1 :])
         sizes = {a: n for a, n in self.sizes.items() if a != axis}
         return Expression(((array, term),), dims, {**sizes, **dict(zip(axes, index.operand.shape, strict=True))})
@@ -172,41 +203,70 @@ class Problem:
         operands: the operands, in order.
         indices: the index arrays by letter.
         sizes: sizes of axes that no operand has.
+        index_mode: what `planner.contract` does out of range.
+        around: what is done with the result, as a format of the call.
+        device: the device that the arrays are on; None for the CPU.
+        dtype: the dtype of the result where it is not that of the operands.
     """
 
     spec: str
     operands: tuple[Array, ...]
     indices: Mapping[str, Array]
     sizes: Mapping[str, int]
+    index_mode: str = "raise"
+    around: str = "{}"
+    device: Any = None
+    dtype: str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two calls that are the same contraction have in common."""
         indices = tuple((letter, index.operand.shape) for letter, index in self.indices.items())
-        return self.spec, tuple(array.operand for array in self.operands), indices
+        operands = tuple(array.operand for array in self.operands)
+        return self.spec, operands, indices, self.index_mode, self.around, self.device, self.dtype
 
     @property
     def code(self) -> str:
         """The call to write."""
+        count = len(self.operands)
         names = [array.name or f"x{number}" for number, array in enumerate(self.operands)]
         names += [f"sizes={dict(self.sizes)}"] * bool(self.sizes)
-        names += [f"{letter}={index.name or letter}" for letter, index in self.indices.items()]
-        return f'planner.contract("{self.spec}", {", ".join(names)})'
+        names += [f'index_mode="{self.index_mode}"'] * (self.index_mode != "raise")
+        indices = enumerate(self.indices.items(), count)
+        names += [f"{letter}={_index_text(index, f'x{number}')}" for number, (letter, index) in indices]
+        return self.around.format(f'planner.contract("{self.spec}", {", ".join(names)})')
 
 
-def problem_of(expression: Expression, scatter: tuple[int, Array, int] | None = None) -> Problem:
+def _index_text(index: Array, otherwise: str) -> str:
+    return index.name.replace("?", otherwise) or otherwise
+
+
+def problem_of(
+    expression: Expression,
+    scatter: tuple[int, Read, int] | None = None,
+    named: Callable[[Array], Array] = lambda array: array,
+    **rest: Any,
+) -> Problem:
     """Return an expression in planner's language.
 
     Args:
         expression: the expression.
-        scatter: the dimension of the result whose rows are added up, the index array that says where, and the size of
-            the dimension that they are added into.
+        scatter: the dimension of the result whose rows are added up, the read that says where, and the size of the
+            dimension that they are added into. The axes of that read are ignored.
+        named: gives an array its name, and cuts it off from the program.
+        **rest: other attributes of the problem.
+
+    Raises:
+        PlannerError: no index mode gives the values of all reads.
     """
     letters: dict[int, str] = {}
     indices: dict[str, Array] = {}
-    by_index: dict[int, str] = {}
+    by_index: dict[Any, str] = {}
     free: Iterator[str] = itertools.chain(_AXES, map(chr, itertools.count(0x4E00)))
     names: Iterator[str] = itertools.chain(_INDICES, map(chr, itertools.count(0x5E00)))
+    reads = [entry for _, term in expression.factors for entry in term if isinstance(entry, Read)]
+    target = None if scatter is None else dataclasses.replace(scatter[1], axes=(expression.dims[scatter[0]],))
+    mode, wrapped = _index_mode(reads, target)
 
     def letter(axis: int) -> str:
         if axis not in letters:
@@ -216,20 +276,46 @@ def problem_of(expression: Expression, scatter: tuple[int, Array, int] | None = 
     def text(entry: int | Read) -> str:
         if isinstance(entry, int):
             return letter(entry)
-        # One index array may be held by several objects of the program, such as views.
-        key = id(entry.index)
+        # One index array may be held by several objects, and some of its reads may count from the end.
+        size = wrapped(entry)
+        key = _identity(entry.index), size
         if key not in by_index:
+            index = named(entry.index)
             by_index[key] = next(names)
-            indices[by_index[key]] = entry.index
+            # Positions that are promised to be in range wrap as a remainder.
+            indices[by_index[key]] = dataclasses.replace(index, name=f"{index.name or '?'} % {size}") if size else index
         return f"{by_index[key]}[{''.join(map(letter, entry.axes))}]"
 
     terms = ["".join(map(text, term)) for _, term in expression.factors]
     known = set(letters)
     output = list(map(letter, expression.dims))
     sizes = {letters[axis]: expression.sizes[axis] for axis in expression.dims if axis not in known}
-    if scatter is not None:
-        dim, index, size = scatter
-        output[dim] = text(Read(index, (expression.dims[dim],)))
+    if scatter is not None and target is not None:
+        dim, _, size = scatter
+        output[dim] = text(target)
         sizes[output[dim][0]] = size
-    arrays = tuple(array for array, _ in expression.factors)
-    return Problem(f"{', '.join(terms)} -> {''.join(output)}", arrays, indices, sizes)
+    arrays = tuple(named(array) for array, _ in expression.factors)
+    return Problem(f"{', '.join(terms)} -> {''.join(output)}", arrays, indices, sizes, mode, **rest)
+
+
+def _identity(index: Array) -> int:
+    return id(index) if index.origin is None else id(index.origin)
+
+
+def _index_mode(reads: Sequence[Read], scatter: Read | None) -> tuple[str, Callable[[Read], int]]:
+    """Return an index mode that gives the values of all reads, and the size by which a read must wrap before."""
+
+    def best(modes: Iterable[frozenset[str]]) -> str | None:
+        common = frozenset(_MODES).intersection(*modes)
+        return next((mode for mode in _MODES if mode in common), None)
+
+    every = [*reads, *([scatter] if scatter is not None else [])]
+    mode = best(read.modes for read in every)
+    if mode is not None:
+        return mode, lambda read: 0
+    mode = best(read.modes for read in every if not read.size)
+    if mode is None:
+        raise PlannerError("the reads treat positions out of range in different ways")
+    # Rows that are read at dropped positions of the output are dropped with them.
+    dropped = (_identity(scatter.index), scatter.axes) if scatter is not None and mode == "drop" else None
+    return mode, lambda read: read.size if (_identity(read.index), read.axes) != dropped else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -30,7 +31,7 @@ class Site:
         spec: the contraction in planner's language; the code reads rows where it has brackets.
         code: the call to write instead. Names that the audit did not find are `x0`, `x1` and so on.
         plan: the plan of that call; its `naive` is what the program does today.
-        times: measured times of a call; None if the audit did not measure.
+        times: measured times of a call; None if the audit did not measure, or could not.
     """
 
     place: Place
@@ -92,11 +93,15 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
         operands = [array.operand for array in problem.operands]
         try:
             options: dict[str, Any] = {"sizes": problem.sizes or None, "backend": backend, **shapes}
+            options |= {name: getattr(problem, name) for name in ("index_mode", "device", "dtype")}
             chosen = plan(problem.spec, *operands, **options)
-            times = measured_times(problem, chosen) if measure else None
         except PlannerError as error:
             unread[str(error)] = unread.get(str(error), 0) + len(calls)
             continue
+        times = None
+        if measure:
+            with contextlib.suppress(Exception):  # then the times are predicted
+                times = measured_times(problem, chosen)
         first = calls[0]
         sites.append(Site(first.place, first.function, len(calls), problem.spec, problem.code, chosen, times))
     sites.sort(key=lambda site: -site.calls * site.seconds[0])

@@ -38,12 +38,12 @@ def measured_times(problem: Problem, plan: Plan) -> Times:
     """
     backend = load_backend(plan.backend)
     random = np.random.default_rng(0)
-    operands = [_strided(array, random, backend) for array in problem.operands]
+    operands = [_strided(array, random, backend, plan.device.kind) for array in problem.operands]
     indices: dict[str, Any] = {}
     for gather in plan.resolved.spec.gathers:  # rows that fit all pools of an index array
         index = problem.indices[gather.array]
         shape, size = index.operand.shape, gather.size or 0
-        drawn = backend.from_numpy(random.integers(0, max(size, 1), shape), "int64", plan.device.kind)
+        drawn = backend.from_numpy(random.integers(0, max(size, 1), shape), "int32", plan.device.kind)
         if gather.array not in indices or size < indices[gather.array][1]:
             indices[gather.array] = (drawn if index.value is None else index.value), size
     arrays = {letter: values for letter, (values, _) in indices.items()}
@@ -60,10 +60,9 @@ def measured_times(problem: Problem, plan: Plan) -> Times:
     return Times(*map(statistics.median, found))
 
 
-def _strided(array: Array, random: np.random.Generator, backend: Any) -> Any:
+def _strided(array: Array, random: np.random.Generator, backend: Any, kind: str) -> Any:
     """Return random numbers of an array's shape, dtype and strides."""
     operand = array.operand
-    kind = "cpu" if array.value is None else str(array.value)
     values = random.integers(-3, 4, operand.shape)
     if operand.strides is None or math.prod(operand.shape) == 0:
         return backend.from_numpy(values.astype("float32"), operand.dtype, kind)

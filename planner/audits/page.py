@@ -30,8 +30,9 @@ def part_of_sites(sites: Sequence[Site], unread: Mapping[str, int]) -> str:
 
 def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Element]:
     waste = [site for site in sites if site.wasteful]
-    calls = sum(site.calls for site in sites)
-    said = f"{len(sites)} sites, {calls} calls; planner would change {len(waste)} sites."
+    counts = (len(sites), "site"), (sum(site.calls for site in sites), "call")
+    said = ", ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)
+    said += f"; planner would change {len(waste)}."
     yield tag("header", tag("h1", "Audit"), tag("p", said, class_="lead"))
     yield tag("section", tag("h2", "Sites"), scrolling(_table(sites), "Sites"))
     for site in waste[:MOST_PLANS]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import os
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from planner.audits.expression import Problem
@@ -18,6 +19,11 @@ __all__ = ["Call", "Place", "Record", "find_place", "name_in", "user_frame"]
 _LIBRARIES = ("torch", "jax", "jaxlib", "einops", "opt_einsum", "contextlib", "functools")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WATCHING = (os.path.join(_OURS, "audits"), os.path.join(_OURS, "backends", "torch", "contexts", "routing"))
+
+# The code that `torch.fx` writes.
+_GENERATED = "<eval_with_key>"
+# A name has at most two dots.
+_DEPTH = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,13 +50,11 @@ class Call:
         place: where it is.
         function: what was called.
         problem: what the call computes.
-        seconds: how long the call took, where it was measured.
     """
 
     place: Place
     function: str
     problem: Problem
-    seconds: float | None = None
 
 
 class Record:
@@ -83,7 +87,10 @@ def user_frame() -> FrameType | None:
         if file.startswith(_OURS):
             if not file.startswith(_WATCHING):
                 return None
-        elif str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+        elif (
+            not file.startswith(_GENERATED)
+            and str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES
+        ):
             return frame
         frame = frame.f_back
     return None
@@ -95,20 +102,28 @@ def find_place(frame: FrameType | None) -> Place:
 
 
 def name_in(frame: FrameType | None, value: Any) -> str:
-    """Return what a frame calls a value: a local name, or an attribute of one such as ``self.weight``; else ""."""
+    """Return what a frame calls a value: a variable, or an attribute of one such as ``self.down.weight``; else ""."""
     if frame is None:
         return ""
-    scope = {**frame.f_locals}
-    for name, found in scope.items():
-        if found is value:
-            return name
-    for name, found in scope.items():
-        held = getattr(found, "__dict__", None)
-        if not isinstance(held, dict):
-            continue
-        for table in (held, held.get("_parameters"), held.get("_buffers")):
-            if isinstance(table, dict):
-                for attribute, inner in table.items():
-                    if inner is value and isinstance(attribute, str):
-                        return f"{name}.{attribute}"
+    for scope in (frame.f_locals, frame.f_globals):
+        held = [(name, found) for name, found in scope.items() if name.isidentifier()]
+        for _ in range(_DEPTH):
+            for name, found in held:
+                if found is value:
+                    return name
+            held = [inner for name, found in held for inner in _attributes(name, found)]
     return ""
+
+
+def _attributes(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, parameters and parts of a module too, by dotted names."""
+    held = None
+    with contextlib.suppress(Exception):  # proxies may raise anything
+        held = None if isinstance(owner, type | ModuleType) else getattr(owner, "__dict__", None)
+    if not isinstance(held, dict):
+        return
+    for table in (held, *(held.get(part) for part in ("_parameters", "_buffers", "_modules"))):
+        if isinstance(table, dict):
+            for attribute, inner in table.items():
+                if isinstance(attribute, str) and attribute.isidentifier():
+                    yield f"{name}.{attribute}", inner
