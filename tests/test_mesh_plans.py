@@ -13,7 +13,7 @@ import planner
 from planner.search.collectives import whole_plan
 from planner.testing import problems
 
-CHAIN = "ij, jk, kl -> il", ((16, 4096), (4096, 512), (512, 8)), {}
+CHAIN = "ij, jk, kl -> il", ((64, 4096), (4096, 512), (512, 8)), {}
 SPLIT_K = {1: (None, "x"), 2: ("x",)}
 ROWS = "nij, q[n]jk, kl -> nil", ((64, 2, 8), (16, 8, 16), (16, 4)), {"q": (64,)}
 FOUR = "ab, bc, cd, de -> ae", ((8, 64), (64, 16), (16, 64), (64, 8)), {}
@@ -67,9 +67,9 @@ def test_any_contraction_has_a_plan_for_any_mesh(problem, random):
 def test_the_best_tree_on_the_mesh_is_another(jax):
     alone, together = make(CHAIN, backend="jax"), make(CHAIN, backend="jax", mesh={"x": 8}, placements=SPLIT_K)
     assert (alone.path, together.path) == (((1, 2), (0, 1)), ((0, 1), (0, 1)))
-    assert [c.bytes for c in together.collectives()] == [16 * 8 * 4]
+    assert [c.bytes for c in together.collectives()] == [64 * 8 * 4]
     assert [c.bytes for c in alone.collectives({"k": 8})] == [4096 * 8 * 4]
-    assert [operand.shape for operand in together.operands] == [(16, 4096), (4096, 64), (64, 8)]
+    assert [operand.shape for operand in together.operands] == [(64, 4096), (4096, 64), (64, 8)]
 
 
 def all_paths(count):

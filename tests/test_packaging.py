@@ -179,5 +179,13 @@ def test_every_install_passes_the_constraints():
 
 
 def test_extras():
-    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"torch", "jax", "cuda", "testing", "viz", "large", "shell"}
+    assert set(PYPROJECT["project"]["optional-dependencies"]) == {
+        "torch",
+        "jax",
+        "cuda",
+        "testing",
+        "viz",
+        "large",
+        "shell",
+    }
     assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"

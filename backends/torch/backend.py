@@ -53,9 +53,6 @@ from planner.program.program import Step
 
 __all__ = ["TorchBackend", "backend"]
 
-# A derivative of planner's own takes 35 us longer than torch's, on an AMD EPYC, torch 2.13, 2026-11-25; a product has
-# two gradients, and other steps of its plan may need a derivative of planner's own.
-
 
 class TorchBackend(Backend):
     """Runs plans on torch tensors."""
