@@ -420,7 +420,7 @@ READ = {
     "segment sum": [],
     "take, then multiply": [0],
     "take, then product": [0],
-    "take between products": [0, 1, 2],
+    "take between products": [0, 1],
     "segment sum, then multiply": [1],
 }
 

@@ -356,7 +356,7 @@ def test_the_clique_is_sliced_where_that_is_fastest(torch):
         assert torch.equal(got[:, j], column)
     trained = [x.requires_grad_() for x in operands]
     plan = planner.plan(CLIQUE, *trained)
-    assert plan.cost.retained_bytes == 0
+    assert plan.cost.retained_bytes <= 256 * 256 * 4  # one matrix of 17 GB
     plan(*trained)
     _, measured = torch_backward_memory(lambda: plan(*trained), trained)
     assert measured.peak_bytes <= plan.cost.peak_bytes + SMALL <= 5e6
