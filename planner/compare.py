@@ -43,7 +43,7 @@ class Comparison:
         return comparison_text(self.plans)
 
     def __repr__(self) -> str:
-        return f"<Comparison '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
+        return f"<{type(self).__name__} '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return a page with the figures of all plans, and with the tree, the memory and the times of each.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from planner.api import plan
 from planner.compare import Comparison
 from planner.cost.device import Device
 from planner.cost.objective import OBJECTIVES
-from planner.inspect.text import comparison_text
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.options import SEARCHES, is_name
 from planner.language.resolve import shorten
@@ -26,8 +24,8 @@ __all__ = ["Tradeoff", "tradeoff"]
 RUNGS = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tradeoff:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Tradeoff(Comparison):
     """Plans of one contraction. No plan is better than another one in time, peak and retained bytes at once.
 
     Example:
@@ -39,23 +37,6 @@ class Tradeoff:
     Attributes:
         plans: the plans, sorted by predicted time.
     """
-
-    plans: tuple[Plan, ...]
-
-    def __iter__(self) -> Iterator[Plan]:
-        return iter(self.plans)
-
-    def __len__(self) -> int:
-        return len(self.plans)
-
-    def __getitem__(self, number: int) -> Plan:
-        return self.plans[number]
-
-    def __str__(self) -> str:
-        return comparison_text(self.plans)
-
-    def __repr__(self) -> str:
-        return f"<Tradeoff '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
 
     def plot(self, path: Any = None) -> Any:
         """Draw peak against time: one point for each plan, coloured by its retained bytes.
@@ -88,20 +69,6 @@ class Tradeoff:
         figure.colorbar(points, label="retained", format=lambda value, _: bytes_text(round(value)))
         save_figure(figure, path)
         return axes
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a page that sets the plans side by side; see `planner.compare`.
-
-        Args:
-            path: the file to write the page to; None to write none.
-
-        Raises:
-            PlannerError: the file cannot be written.
-        """
-        return Comparison(self.plans).to_html(path)
-
-    def _repr_html_(self) -> str:
-        return Comparison(self.plans)._repr_html_()
 
 
 def tradeoff(

@@ -229,6 +229,7 @@ def _dual_gradients(ctx: Any, gradient: Tensor, saved: Sequence[Any]) -> list[Te
     return [g if g is None else _in_dtype(g, d).reshape(s) for g, d, s in zip(parts, dtypes, shapes, strict=True)]
 
 
+# What `Function.apply` calls once it has found that no transform of `torch.func` is active, as in a usual call.
 _apply_usual: Any = getattr(super(torch.autograd.Function, _ContractUsual), "apply")  # noqa: B009
 
 

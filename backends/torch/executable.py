@@ -325,7 +325,8 @@ class Executable:
         if isinstance(other, PlannerLimitError) or not self._has_read(other):
             return own
         other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
-        assert other_cost is not None and cost is not None  # noqa: PT018
+        assert other_cost is not None
+        assert cost is not None
         return own if limit is None and cost.seconds <= other_cost.seconds else (other, repeated[::-1])
 
     def _has_read(self, other: Executable) -> bool:
