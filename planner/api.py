@@ -116,8 +116,8 @@ def contract(
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
         # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
-        key = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked), signature
-        run, call = _RUNNERS.get(key), key
+        call = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked), signature
+        run = _RUNNERS[call]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
     if run is None:
