@@ -42,6 +42,7 @@ from planner.search.exact.network import Network
 from planner.search.paths import splits_of
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
+from planner.testing.reference import reference
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -690,3 +691,23 @@ def plan_of_space(space):
     """The programs of the quickest tree."""
     result, lower = space.search("time", OPTIMAL)
     return space.programs(result.tree, lower)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_axes_may_have_any_names(objective):
+    """The letter that a search gives to the axis of a pool may be that of an axis in a spec that it met before."""
+    random, q = np.random.default_rng(0), np.array([0, 0, 1])
+    for specs, *shapes in (
+        (("a q[c] -> ", "q[c] a -> "), (2, 2)),
+        (("a q[c] -> c", "q[c] a -> c"), (2, 2)),
+        (("aq[c], b -> cb", "q[c]a, b -> bc"), (2, 2), (3,)),
+        (("q[c]a, ab -> b", "aq[c], ba -> b"), (3, 3), (3, 3)),
+        (("ab q[c], db -> q[c]d", "q[c]ab, db -> q[c]d"), (2, 2, 2), (3, 2)),
+    ):
+        operands = [random.integers(-3, 4, shape).astype(float) for shape in shapes]
+        expected = [reference(spec, *operands, q=q) for spec in specs]
+        for names in itertools.permutations("abc"):
+            for spec, wanted in zip(specs, expected, strict=True):
+                renamed = spec.translate(str.maketrans("abc", "".join(names)))
+                found = planner.contract(renamed, *operands, q=q, minimize=objective)
+                assert np.array_equal(found, wanted), renamed

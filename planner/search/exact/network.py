@@ -122,8 +122,9 @@ class Network:
         # What does not depend on sizes is found once for all small networks of the same terms.
         facts = _Facts({}, {}, {})
         if gathers and len(self.leaves) <= MOST_SHARED:
-            arrays = tuple((gather.array, gather.axes) for gather in gathers)
-            facts = _facts_of(self.leaves, self.result, arrays, few)
+            # The letter of a pool is part of the key: in `q[c]b` and in `aq[c]` both leaves are `ab`.
+            factors = tuple((pools[gather], gather.array, gather.axes) for gather in gathers)
+            facts = _facts_of(self.leaves, self.result, factors, few)
         self._axes_cache: dict[tuple[int, Status], int] = facts.axes
         self._advances, self._merges = facts.advances, facts.merges
         self.open = (POOL,) * len(gathers)
