@@ -12,6 +12,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from planner.audits.expression import Problem
+from planner.audits.replay import Today
 
 __all__ = ["Call", "Place", "Record", "find_place", "name_in", "user_frame"]
 
@@ -50,11 +51,13 @@ class Call:
         place: where it is.
         function: what was called.
         problem: what the call computes.
+        today: the calls that compute it; None if the audit does not measure.
     """
 
     place: Place
     function: str
     problem: Problem
+    today: Today | None = None
 
 
 class Record:
