@@ -14,6 +14,8 @@ from planner.audits.sites import Call, Place, Record
 from planner.language.errors import PlannerError
 from planner.language.units import bytes_text, seconds_text
 from planner.plan import Plan
+from planner.program.frameworks import load_backend
+from planner.program.program import live_bytes
 
 __all__ = ["Site", "figure_texts", "find_sites", "source_of_figures"]
 
@@ -101,9 +103,27 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
 
 def _predicted(plan: Plan, copied: int | None = None) -> Figures:
     cost = plan.cost
-    return Figures(
-        cost.seconds, cost.peak_bytes, cost.retained_bytes, cost.copied_bytes if copied is None else copied
-    )
+    return Figures(cost.seconds, usual_peak(plan), cost.retained_bytes, cost.copied_bytes if copied is None else copied)
+
+
+def usual_peak(plan: Plan) -> int:
+    """Return the peak of a plan's call where operands are finite, and indices are in range, int64 and not negative.
+
+    The plan's own peak holds for other arrays too: it has room for the copies that guards make of them.
+    """
+    programs, peak = plan.programs, plan.cost.peak_bytes
+    variables, back, retained = programs.variables, programs.backward, plan.cost.retained_bytes
+    if load_backend(plan.backend).compiles:
+        return peak
+    steps, held = programs.forward.steps, (programs.result, *programs.kept)
+    usual = live_bytes(steps, variables, programs.forward.given, held)[1]
+    if programs.copies and len(steps) > 1:
+        usual += programs.copies
+    if back is not None:
+        conjugate = variables[programs.output_gradient].bytes if plan.dtype.startswith("complex") else 0
+        start = retained + conjugate
+        usual = max(usual, live_bytes(back.steps, variables, back.given, back.results, start)[1])
+    return min(usual, peak)
 
 
 def _copied_today(naive: Plan, function: str) -> int:

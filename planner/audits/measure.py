@@ -142,7 +142,7 @@ def _jax_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, An
     if counted.peak_bytes is None:
         raise NotImplementedError("this platform does not say what it allocates")
     peak = counted.peak_bytes
-    return _Trial(lambda: jax.block_until_ready(run(values)), lambda: (peak, 0))
+    return _Trial(lambda: jax.block_until_ready(run(values)), lambda: (peak, 0))  # type: ignore[no-untyped-call]
 
 
 def _values(problem: Problem, today: Today, plan: Plan) -> dict[int, Any]:

@@ -84,4 +84,3 @@ def audit_text(audit: Audit) -> str:
         f"not read, {count} call{'s' * (count != 1)}: {shorten(reason)}" for reason, count in audit.unread.items()
     ]
     return "\n".join(lines)
-
