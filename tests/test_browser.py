@@ -76,8 +76,9 @@ def figures_in(browser):
     return {name: {figure: int(value) for figure, value in cells} for name, cells in rows}
 
 
+GATHER = "nij, q[n]jk -> nik"
 PLANS = {
-    "gathered": ("nij, q[n]jk -> nik", ((4096, 1, 64), (512, 64, 64)), {"q": (4096,)}),
+    "gathered": (GATHER, ((4096, 1, 64), (512, 64, 64)), {"q": (4096,)}),
     "keys": ("bhqd, b h i[bhqk] d -> bhqk", ((2, 4, 64, 16), (2, 4, 128, 16)), {"i": (2, 4, 64, 10)}),
     "messages": ("s[e]c, e -> d[e]c", ((200, 16), (900,)), {"s": (900,), "d": (900,)}),
     "chain": ("ab, bc, cd, de, ef -> af", ((30, 40), (40, 5), (5, 60), (60, 70), (70, 8)), {}),
@@ -145,6 +146,23 @@ def test_comparisons_and_measured_pages(browser, tmp_path, torch):
             assert len(figures_in(browser)) == 3
             assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
             assert faults(browser) == []
+
+
+def test_pages_of_what_commands_print(browser, tmp_path, torch, monkeypatch):
+    from planner.cli import main
+
+    monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", {"torch": 0.0})
+    check, compare, demo = (tmp_path / f"{name}.html" for name in ("check", "compare", "demo"))
+    assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "2", "--html", str(check)]) == 0
+    assert main(["compare", GATHER, "60x1x8", "5x8x8", "--index", "q=60", "--html", str(compare)]) == 0
+    only = ["--quick", "--framework", "torch", "--only", "seed-outer-and-matmul/large"]
+    assert main(["demo", *only, "--html", str(demo)]) == 0
+    for page, rows in ((check, 4), (compare, 4), (demo, 2)):
+        for width, dark in ((1200, False), (400, True)):
+            with opened(browser, page, width, dark):
+                assert len(browser.find_elements("css selector", "tbody tr")) >= rows
+                assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+                assert faults(browser) == []
 
 
 def test_a_thousand_steps_open_in_two_seconds(browser, tmp_path):

@@ -273,14 +273,17 @@ def _unsqueeze(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> No
 
 
 def _multiply(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
-    a, b = map(watch.expression, _bound(("input", "other"), args, kwargs))
+    factors = _bound(("input", "other"), args, kwargs)
+    if not any(id(x) in watch.known for x in factors):
+        return  # no rows were read
+    a, b = map(watch.expression, factors)
     product = multiply(a, b)
     if product is not None and product.reads and a.dims and b.dims and product.shape == tuple(result.shape):
         watch.remember(result, product, (watch.add("mul", product, result),))
 
 
 def _matmul(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
-    if len(args) != 2 or kwargs:
+    if len(args) != 2 or kwargs or not any(id(x) in watch.known for x in args):
         return
     a, b = map(watch.expression, args)
     product = matmul(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +18,8 @@ from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
+from planner.pages.markup import tag
+from planner.pages.tables import Table, page_of_tables
 from planner.program.implementations import Implementation
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
@@ -113,11 +116,27 @@ class Report:
         return not self.failures
 
     def __str__(self) -> str:
-        reasons = dict.fromkeys(f"  -: {v.law} in {v.backend}: {v.skipped}" for v in self.verdicts if v.skipped)
+        table = table_lines([[row[0], *(f"{cell:>6}" for cell in row[1:])] for row in self._cells()], (0,))
         failures = [f"\n{failure}" for failure in self.failures]
-        return "\n".join([self._summary(), *self._table(), *reasons, *failures])
+        return "\n".join([self._summary(), *table, *(f"  -: {reason}" for reason in self._reasons()), *failures])
 
     __repr__ = __str__
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a page with the table of laws, and a program for each failure.
+
+        Args:
+            path: the file to write the page to; None to write none.
+
+        Raises:
+            PlannerError: the file cannot be written.
+        """
+        (_, *backends), *rows = self._cells()
+        cells = [[tag("span", x, class_="bad") if x == "BROKEN" else x for x in row] for row in rows]
+        said = ["Each figure is the number of problems on which the law held.", *self._reasons()]
+        laws = Table("Laws", said, ["law", *backends], cells)
+        failed = [Table(f"{x.law} in {x.backend}", [], [], [], programs=[str(x)]) for x in self.failures]
+        return page_of_tables(f"{self.spec}: a check", f"{self._summary()}.", [laws, *failed], path)
 
     def _summary(self) -> str:
         tested = [v for v in self.verdicts if not v.skipped]
@@ -127,15 +146,18 @@ class Report:
         problems = sum(v.examples for v in tested)
         return f"{self.spec}: {outcome}, {problems} problems in {self.seconds:.0f} s"
 
-    def _table(self) -> list[str]:
+    def _reasons(self) -> list[str]:
+        """Return why laws were not tested."""
+        return list(dict.fromkeys(f"{v.law} in {v.backend}: {v.skipped}" for v in self.verdicts if v.skipped))
+
+    def _cells(self) -> list[list[str]]:
+        """Return the table: a row for each law, a column for each framework."""
         columns = list(self.backends)
         if any(v.backend == "all" for v in self.verdicts):
             columns.append("all")
         cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
-        rows = [["", *(f"{column:>6}" for column in columns)]]
-        for law in dict.fromkeys(v.law for v in self.verdicts):
-            rows.append([law, *(f"{cells.get((law, column), ''):>6}" for column in columns)])
-        return table_lines(rows, (0,))
+        laws = dict.fromkeys(v.law for v in self.verdicts)
+        return [["", *columns], *([law, *(cells.get((law, column), "") for column in columns)] for law in laws)]
 
 
 def _cell(verdict: Verdict) -> str:
