@@ -119,7 +119,7 @@ def page_of_ways(rows: Sequence[Row], path: str | os.PathLike[str] | None = None
     """
     wrong = sum(bool(row.differs) for row in rows)
     lead = f"{wrong} of {len(rows)} ways differ." if wrong else "All values and gradients are equal."
-    return page_of_tables(rows[0].case.title, f"{len(rows)} ways, here and now. {lead}", [case_table(rows)], path)
+    return page_of_tables("Compared here and now", f"{len(rows)} ways. {lead}", [case_table(rows)], path)
 
 
 def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

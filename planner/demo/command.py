@@ -126,9 +126,9 @@ def _page(comparisons: Sequence[Comparison], found: Sequence[Answer], tables: Se
         head = ["case", "time of theirs", "of planner", "faster", "peak of theirs", "of planner"]
         said = "Forward and backward pass, against the fastest of the other ways. The largest gain comes first."
         sections.append(Table("All comparisons", [said], head, gains(comparisons)))
-    if found:
-        rows = [[f"{answer.seed}: {answer.question}", answer.framework, answer.text] for answer in found]
-        sections.append(Table("Answers", [], ["question", "framework", "answer"], rows, ("framework", "answer")))
+    for question in dict.fromkeys((answer.seed, answer.question) for answer in found):
+        words = [f"{x.framework}: {x.text}" for x in found if (x.seed, x.question) == question]
+        sections.append(Table(": ".join(question), words, [], []))
     return [*sections, *tables]
 
 

@@ -123,7 +123,7 @@ def case_table(rows: Sequence[Row], said: Sequence[str] = ()) -> Table:
     """Return the ways of a case as a table of a page, with a bar for the time of both passes."""
     case, found = rows[0].case, Comparison.of(rows)
     head = ["way", "forward", "peak", "and backward", "peak of both", "kept", "note"]
-    words = [f"{case.workload.spec}   {_shapes(case)}", *said, gain_line(found).strip() if found else ""]
+    words = [f"{case.workload.spec} of {_shapes(case)}", *said, gain_line(found).strip() if found else ""]
     bars = "forward and backward", [row.figures.gradient_seconds for row in rows]
     cells = [[row.way.label, *_cells(row)] for row in rows]
     return Table(f"{case.title} ({case.framework})", words, head, cells, ("note", bars[0]), bars)
