@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.api import plan
-from planner.audits.measure import Figures, measure_site
-from planner.audits.sites import Call, Place, Record
+from planner.audits.measure import measure_site
+from planner.audits.sites import Call, Figures, Place, Record
 from planner.language.errors import PlannerError
 from planner.language.units import bytes_text, seconds_text
 from planner.plan import Plan
@@ -29,6 +29,13 @@ _CONTRACTIONS = ("einsum", "matmul", "dot_general")
 @dataclasses.dataclass(frozen=True)
 class Site:
     """One contraction at one line of a program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import planner
+        >>> (site,) = planner.audit(lambda x, w: x @ w, jnp.ones((3, 4)), jnp.ones((4, 5)))
+        >>> site.function, site.spec, site.calls, site.today.peak_bytes, site.naive.cost.flops
+        ('dot_general', 'ij, jk -> ik', 1, 60, 120)
 
     Attributes:
         place: the file and the line.

@@ -14,6 +14,7 @@ import numpy as np
 from planner.api import contract
 from planner.audits.expression import Array, Problem
 from planner.audits.replay import Today, replay
+from planner.audits.sites import Figures
 from planner.inspect.memory import (
     jax_compiled,
     torch_backward_memory,
@@ -25,29 +26,10 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.tune.timing import timed
 
-__all__ = ["Figures", "measure_site"]
+__all__ = ["measure_site"]
 
 # Both calls run in turn: so many times at least and at most, and in between for so many seconds together.
 _LEAST, _MOST, _SECONDS = 9, 200, 0.3
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What one call takes, gradients included.
-
-    Attributes:
-        seconds: the time.
-        peak_bytes: most bytes that are newly allocated at any moment, the result included.
-        retained_bytes: bytes kept for the backward pass.
-        copied_bytes: bytes of operands that are copied into another order, and of rows that are read. Never measured.
-        measured: whether the other figures were measured.
-    """
-
-    seconds: float
-    peak_bytes: int
-    retained_bytes: int
-    copied_bytes: int
-    measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
