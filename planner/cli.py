@@ -182,7 +182,7 @@ def _add_audit(commands: Any) -> None:
     )
     command.add_argument("script", help="a Python file")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    command.add_argument("--measure", action="store_true", help="measure times; else they are predicted")
+    command.add_argument("--measure", action="store_true", help="measure times and bytes; else they are predicted")
     _add_html(command)
 
 

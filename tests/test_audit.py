@@ -227,11 +227,13 @@ def test_a_product_in_place_is_measured_on_other_arrays(torch, arrays):
 
 
 def test_copied_bytes_are_the_rows_that_are_read(torch, arrays):
-    x, down, table, q = (arrays[name] for name in ("x", "down", "table", "q"))
+    x, down, table, q, d, t = (arrays[name] for name in ("x", "down", "table", "q", "d", "t"))
     with planner.audit() as report:
         torch.bmm(x[:, None], down[q])
         (x * table[q]).sum()
+        t.index_add(0, d, table[q])
     assert {site.function: site.today.copied_bytes for site in report} == {
+        "index_add": 3000 * 64 * 4,
         "matmul": 3000 * 64 * 16 * 4,
         "mul, sum": 3000 * 64 * 4,
     }

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from planner.api import plan
 from planner.audits.measure import measure_site
 from planner.audits.sites import Call, Figures, Place, Record
+from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
+from planner.language.spec import term_axes, term_gathers
 from planner.language.units import bytes_text, seconds_text
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
@@ -135,10 +138,11 @@ def usual_peak(plan: Plan) -> int:
 
 def _copied_today(naive: Plan, function: str) -> int:
     """Return the bytes of the rows that a call reads, and of the operands that a contraction copies."""
-    steps = naive.programs.forward.steps
-    taken = [step for step in steps if len(step.inputs) == 1 and step.op.arrays and not step.choice.view]
-    rows = sum(naive.programs.variables[step.outputs[0]].bytes for step in taken)
-    return rows + (naive.cost.copied_bytes if function in _CONTRACTIONS else 0)
+    spec, copied = naive.resolved.spec, naive.cost.copied_bytes if function in _CONTRACTIONS else 0
+    for term, operand in zip(spec.inputs, naive.operands, strict=True):
+        if term_gathers(term):
+            copied += itemsize(operand.dtype) * math.prod(spec.by_axis[axis] for axis in term_axes(term))
+    return copied
 
 
 def figure_texts(figures: Figures, sites: Sequence[Site]) -> list[str]:
