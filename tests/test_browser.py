@@ -5,6 +5,7 @@ for faults of access. SCREENSHOTS names a folder in which to leave a picture of 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -76,9 +77,8 @@ def figures_in(browser):
     return {name: {figure: int(value) for figure, value in cells} for name, cells in rows}
 
 
-GATHER = "nij, q[n]jk -> nik"
 PLANS = {
-    "gathered": (GATHER, ((4096, 1, 64), (512, 64, 64)), {"q": (4096,)}),
+    "gathered": ("nij, q[n]jk -> nik", ((4096, 1, 64), (512, 64, 64)), {"q": (4096,)}),
     "keys": ("bhqd, b h i[bhqk] d -> bhqk", ((2, 4, 64, 16), (2, 4, 128, 16)), {"i": (2, 4, 64, 10)}),
     "messages": ("s[e]c, e -> d[e]c", ((200, 16), (900,)), {"s": (900,), "d": (900,)}),
     "chain": ("ab, bc, cd, de, ef -> af", ((30, 40), (40, 5), (5, 60), (60, 70), (70, 8)), {}),
@@ -149,12 +149,18 @@ def test_comparisons_and_measured_pages(browser, tmp_path, torch):
 
 
 def test_pages_of_what_commands_print(browser, tmp_path, torch, monkeypatch):
+    from planner.bench.compare import page_of_ways
     from planner.cli import main
+    from planner.demo.cases import cases
+    from planner.demo.runs import Row, WayFigures
 
     monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", {"torch": 0.0})
     check, compare, demo = (tmp_path / f"{name}.html" for name in ("check", "compare", "demo"))
     assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "2", "--html", str(check)]) == 0
-    assert main(["compare", GATHER, "60x1x8", "5x8x8", "--index", "q=60", "--html", str(compare)]) == 0
+    case = next(case for case in cases("torch", "quick") if len(case.ways) > 3)
+    figures = [WayFigures(1e-3 * n, 1e6, 2e-3 * n, 3e6, 0) for n in range(1, 1 + len(case.ways))]
+    rows = [Row(case, way, found, "") for way, found in zip(case.ways, figures, strict=True)]
+    page_of_ways([*rows[:-1], dataclasses.replace(rows[-1], differs="the value")], compare)
     only = ["--quick", "--framework", "torch", "--only", "seed-outer-and-matmul/large"]
     assert main(["demo", *only, "--html", str(demo)]) == 0
     for page, rows in ((check, 4), (compare, 4), (demo, 2)):
