@@ -88,6 +88,7 @@ SITE := build/site
 site: $(READY)
 	@$(INSTALL) --group site
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs $(SITE)
+	$(BIN)/python docs/check_links.py $(SITE)
 	@echo "The site is in $(SITE): open $(SITE)/index.html, or make site-serve."
 
 site-serve: site

@@ -57,7 +57,13 @@ class Caches:
             entries.clear()
 
     def disk(self, on: bool) -> None:
-        """Turn off, or on again, what searches and measurements read and write on disk in this process."""
+        """Turn off, or on again, what searches and measurements read and write on disk in this process.
+
+        Example:
+            >>> import planner
+            >>> planner.caches().disk(False)
+            >>> planner.caches().disk(True)
+        """
         store.use_disk(on)
 
     def __str__(self) -> str:

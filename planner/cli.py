@@ -139,6 +139,7 @@ def _add_check(commands: Any) -> None:
     )
     command.add_argument("--law", action="append", metavar="values", help="by default all; named as in the table")
     command.add_argument("--max-examples", type=int, default=40, metavar="N", help="problems for each law")
+    _add_html(command)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -169,6 +170,8 @@ def _check(options: argparse.Namespace) -> int:
     finally:
         bar.close()
     print(report)
+    if options.html:
+        report.to_html(options.html)
     return 0 if report.passed else 1
 
 
@@ -179,7 +182,7 @@ def _add_audit(commands: Any) -> None:
     )
     command.add_argument("script", help="a Python file")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    command.add_argument("--measure", action="store_true", help="measure times; else they are predicted")
+    command.add_argument("--measure", action="store_true", help="measure times and bytes; else they are predicted")
     _add_html(command)
 
 
@@ -189,11 +192,12 @@ def _add_compare(commands: Any) -> None:
     _add_problem(command)
     command.set_defaults(backend="torch")
     command.add_argument("--plot", metavar="FILE", help="also draw times and memory to a file")
+    _add_html(command)
 
 
 def _compare(options: argparse.Namespace) -> int:
     """Time the ways to write a contraction; return 1 if one of them gives other values."""
-    from planner.bench.compare import compare_ways, draw
+    from planner.bench.compare import compare_ways, draw, page_of_ways
 
     given = {"--memory-limit": options.memory_limit, "--retain-limit": options.retain_limit, "--device": options.device}
     for name, value in given.items():
@@ -205,6 +209,8 @@ def _compare(options: argparse.Namespace) -> int:
     rows = compare_ways(options.spec, options.shapes, indices, sizes, options.backend)
     if options.plot:
         draw(rows, options.plot)
+    if options.html:
+        page_of_ways(rows, options.html)
     return 1 if any(row.differs for row in rows) else 0
 
 

@@ -307,6 +307,12 @@ class Plan(PlanRecord):
     def to_json(self) -> str:
         """Return the plan as JSON. `from_json` returns an equal plan.
 
+        Example:
+            >>> import planner
+            >>> p = planner.plan("ij, jk -> ik", (3, 4), (4, 5), backend="numpy")
+            >>> planner.Plan.from_json(p.to_json()) == p
+            True
+
         JSON holds only the names of functions among the options (`minimize`, `optimize`). The plan that is read back
         runs as before, but any method that would call such a function raises a `PlannerError`.
 

@@ -154,13 +154,18 @@ def test_compare_runs_a_spec_beside_what_users_write(framework, tmp_path, capsys
     from planner.cli import main
 
     arguments = ["compare", "nij, q[n]jk -> nik", "60x1x8", "5x8x8", "--index", "q=60", "--backend", framework]
-    assert main([*arguments, "--plot", str(tmp_path / "ways.png")]) == 0
+    page = tmp_path / "ways.html"
+    assert main([*arguments, "--plot", str(tmp_path / "ways.png"), "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     labels = ["gather, einsum", "torch.compile", "opt_einsum", "planner.contract"]
     assert [label for label in labels if f"  {label} " in shown] == [
         x for x in labels if framework == "torch" or x[0] != "t"
     ]
     assert "DIFFERS" not in shown
+    table = page.read_text(encoding="utf-8")
+    assert "All values and gradients are equal." in table
+    assert [x for x in labels if f">{x}</th>" in table] == [x for x in labels if f"  {x} " in shown]
+    assert table.count('class="bar compute"') == table.count('scope="row"')
     assert (tmp_path / "ways.png").stat().st_size > 1000
     assert main(["compare", "ij, ij -> ij", "1x3", "4x3", "--backend", framework]) == 2
     assert "broadcast" in capsys.readouterr().err

@@ -5,6 +5,7 @@ for faults of access. SCREENSHOTS names a folder in which to leave a picture of 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -145,6 +146,29 @@ def test_comparisons_and_measured_pages(browser, tmp_path, torch):
             assert len(figures_in(browser)) == 3
             assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
             assert faults(browser) == []
+
+
+def test_pages_of_what_commands_print(browser, tmp_path, torch, monkeypatch):
+    from planner.bench.compare import page_of_ways
+    from planner.cli import main
+    from planner.demo.cases import cases
+    from planner.demo.runs import Row, WayFigures
+
+    monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", {"torch": 0.0})
+    check, compare, demo = (tmp_path / f"{name}.html" for name in ("check", "compare", "demo"))
+    assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "2", "--html", str(check)]) == 0
+    case = next(case for case in cases("torch", "quick") if len(case.ways) > 3)
+    figures = [WayFigures(1e-3 * n, 1e6, 2e-3 * n, 3e6, 0) for n in range(1, 1 + len(case.ways))]
+    rows = [Row(case, way, found, "") for way, found in zip(case.ways, figures, strict=True)]
+    page_of_ways([*rows[:-1], dataclasses.replace(rows[-1], differs="the value")], compare)
+    only = ["--quick", "--framework", "torch", "--only", "seed-outer-and-matmul/large"]
+    assert main(["demo", *only, "--html", str(demo)]) == 0
+    for page, rows in ((check, 4), (compare, 4), (demo, 2)):
+        for width, dark in ((1200, False), (400, True)):
+            with opened(browser, page, width, dark):
+                assert len(browser.find_elements("css selector", "tbody tr")) >= rows
+                assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+                assert faults(browser) == []
 
 
 def test_a_thousand_steps_open_in_two_seconds(browser, tmp_path):

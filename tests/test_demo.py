@@ -1,8 +1,10 @@
 """The demo: it prints each comparison as soon as it is measured, its verdict and answers follow the figures."""
 
 import dataclasses
+import html
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -44,8 +46,10 @@ def _rows(case, seconds_of):
     return [Row(case, way, WayFigures(seconds_of(way), 1e6, seconds_of(way), 1e6, 0), "") for way in case.ways]
 
 
-def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys):
-    status = command.main(["--quick", "--framework", framework, "--only", "seed-outer-and-matmul/large"])
+def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys, tmp_path):
+    page = tmp_path / "demo.html"
+    options = ["--quick", "--framework", framework, "--only", "seed-outer-and-matmul/large"]
+    status = command.main([*options, "--html", str(page)])
     printed = capsys.readouterr().out
     assert status == 0
     assert "All values and gradients are equal." in printed.splitlines()[-1]
@@ -53,6 +57,13 @@ def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys):
     assert "nan" not in printed
     assert "002: What about speed?\n" in printed
     assert max(map(len, printed.splitlines())) <= WIDTH
+    shown = html.unescape(page.read_text(encoding="utf-8"))
+    assert "All values and gradients are equal." in shown
+    assert "002: What about speed?" in shown
+    (ours,) = (line for line in printed.splitlines() if line.startswith(f"  {OURS} "))
+    figures = re.findall(r"\d[\d.]* (?:us|ms|s|B|kB|MB)", ours)
+    assert len(figures) == 5
+    assert "".join(f"<td>{figure}</td>" for figure in figures) in shown
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import html.parser
 import itertools
 import json
+import math
 import random
 import re
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 import planner
 from planner.inspect.memory import torch_memory
 from planner.pages.figures import graph_of, moments, ticks
+from planner.pages.tables import Table, page_of_tables
 from planner.pages.tree_drawing import places_of
 from planner.testing import problems
 
@@ -322,3 +324,18 @@ def test_pages_are_made_without_a_framework():
         "print(sorted({'torch', 'jax', 'matplotlib'} & set(sys.modules)))"
     )
     assert loaded.strip() == "[]"
+
+
+def test_a_page_of_tables_shows_texts_figures_and_bars():
+    """A text is never markup, and the bars are as long as their figures say; NaN has none."""
+    rows = [["<a>", "1 s", "note"], ["b", "-", ""], ["c", "3 s", "& more"]]
+    timed = Table("Times", ["Said."], ["way", "time", "words"], rows, ("words",), ("bar", [2.0, math.nan, 1.0]))
+    listing = Table("Listing", [], [], [], programs=["x < y\n  z"])
+    text = page_of_tables("Title", "Lead.", [timed, listing])
+    page = Page(text)
+    assert "Title Lead. Times Said. way time words bar <a> 1 s note b - - c 3 s & more Listing x < y z" in page.text
+    widths = [float(value) for tag, name, value in page.attributes if (tag, name) == ("rect", "width")]
+    assert widths == [160, 80]
+    aligned = [name for name, kind in re.findall(r'<th scope="col"(?: class="(\w+)")?>(\w+)', text)]
+    assert aligned == ["text", "", "text", ""]
+    assert "<table" not in page_of_tables("Title", "Lead.", [listing])

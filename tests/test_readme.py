@@ -81,6 +81,20 @@ def test_links_and_paths_exist(page):
             assert (ROOT / path).exists(), path
 
 
+def test_a_dead_link_of_the_site_is_found(tmp_path):
+    """`make site` runs this check on what Sphinx wrote."""
+    check = runpy.run_path(str(ROOT / "docs" / "check_links.py"))["dead_links"]
+    (tmp_path / "guide").mkdir()
+    (tmp_path / "picture.png").touch()
+    (tmp_path / "index.html").write_text('<a href="guide/a.html#here">a</a> <a href="https://x.org/#y">x</a>')
+    page = '<h2 id="here">A</h2> <a href="#here"></a> <a href="../index.html?q=1"></a> <img src="../picture.png">'
+    (tmp_path / "guide" / "a.html").write_text(page)
+    assert check(tmp_path) == []
+    wrong = ["#there", "b.html", "../index.html#here", "../guide"]
+    (tmp_path / "guide" / "a.html").write_text(page + "".join(f'<a href="{link}"></a>' for link in wrong))
+    assert check(tmp_path) == [f"guide/a.html: {link}" for link in wrong]
+
+
 def test_the_check_of_a_spec_runs_and_prints_what_the_readme_shows(tmp_path):
     """A test of at most six lines; the command prints the table, whose numbers differ from run to run."""
     if importlib.util.find_spec("torch") is None:

@@ -42,13 +42,15 @@ def audit(function: Callable[..., Any] | None = None, *args: Any, measure: bool 
     Args:
         function: a function of JAX arrays; None for a context around a torch program.
         *args: arguments of the function: arrays, or trees of arrays.
-        measure: whether to measure times on arrays of the same shapes. Else times are predicted.
+        measure: whether to run each call again, as the program made it, and the line to write instead, on arrays of the
+            same shapes and strides, and to measure time, peak and retained bytes. Else these are predicted, those of
+            today as the naive plan's.
         **kwargs: keyword arguments of the function.
 
     Returns:
         The report: a site for each line and contraction, the most expensive first. A context yields it, and fills it
         when the `with` ends. Print it, iterate over it, or write a page with `to_html`. Costs are those of a call with
-        its gradients, where operands need some. What a program does today is priced as the naive plan.
+        its gradients, where operands need some.
 
     Raises:
         PlannerTypeError: the function cannot be called.

@@ -34,6 +34,7 @@ class Array:
         value: the array itself where values are measured, else None.
         origin: the tensor of the program, as long as the program may still change it; else None.
         version: how often the tensor had been changed in place; None if torch does not count that.
+        identity: a number that no other array of the program has; 0 to take the `id` of the origin, or of this object.
     """
 
     operand: Operand
@@ -41,6 +42,7 @@ class Array:
     value: Any = None
     origin: Any = None
     version: int | None = None
+    identity: int = 0
 
     @property
     def unchanged(self) -> bool:
@@ -204,7 +206,8 @@ class Problem:
         indices: the index arrays by letter.
         sizes: sizes of axes that no operand has.
         index_mode: what `planner.contract` does out of range.
-        around: what is done with the result, as a format of the call.
+        target: what the program calls the array that the result is added to; "" if there is none.
+        in_place: whether it is added in place.
         device: the device that the arrays are on; None for the CPU.
         dtype: the dtype of the result where it is not that of the operands.
     """
@@ -214,7 +217,8 @@ class Problem:
     indices: Mapping[str, Array]
     sizes: Mapping[str, int]
     index_mode: str = "raise"
-    around: str = "{}"
+    target: str = ""
+    in_place: bool = False
     device: Any = None
     dtype: str | None = None
 
@@ -223,7 +227,7 @@ class Problem:
         """What two calls that are the same contraction have in common."""
         indices = tuple((letter, index.operand.shape) for letter, index in self.indices.items())
         operands = tuple(array.operand for array in self.operands)
-        return self.spec, operands, indices, self.index_mode, self.around, self.device, self.dtype
+        return self.spec, operands, indices, self.index_mode, self.target, self.in_place, self.device, self.dtype
 
     @property
     def code(self) -> str:
@@ -234,7 +238,10 @@ class Problem:
         names += [f'index_mode="{self.index_mode}"'] * (self.index_mode != "raise")
         indices = enumerate(self.indices.items(), count)
         names += [f"{letter}={_index_text(index, f'x{number}')}" for number, (letter, index) in indices]
-        return self.around.format(f'planner.contract("{self.spec}", {", ".join(names)})')
+        call = f'planner.contract("{self.spec}", {", ".join(names)})'
+        if not self.target:
+            return call
+        return f"{self.target}.add_({call})" if self.in_place else f"{self.target} + {call}"
 
 
 def _index_text(index: Array, otherwise: str) -> str:
@@ -253,7 +260,7 @@ def problem_of(
         expression: the expression.
         scatter: the dimension of the result whose rows are added up, the read that says where, and the size of the
             dimension that they are added into. The axes of that read are ignored.
-        named: gives an array its name, and cuts it off from the program.
+        named: gives an array its name, and cuts it off from the program. The array keeps its identity.
         **rest: other attributes of the problem.
 
     Raises:
@@ -273,6 +280,9 @@ def problem_of(
             letters[axis] = next(free)
         return letters[axis]
 
+    def identified(array: Array) -> Array:
+        return dataclasses.replace(named(array), identity=_identity(array))
+
     def text(entry: int | Read) -> str:
         if isinstance(entry, int):
             return letter(entry)
@@ -280,7 +290,7 @@ def problem_of(
         size = wrapped(entry)
         key = _identity(entry.index), size
         if key not in by_index:
-            index = named(entry.index)
+            index = identified(entry.index)
             by_index[key] = next(names)
             # Positions that are promised to be in range wrap as a remainder.
             indices[by_index[key]] = dataclasses.replace(index, name=f"{index.name or '?'} % {size}") if size else index
@@ -294,12 +304,12 @@ def problem_of(
         dim, _, size = scatter
         output[dim] = text(target)
         sizes[output[dim][0]] = size
-    arrays = tuple(named(array) for array, _ in expression.factors)
+    arrays = tuple(identified(array) for array, _ in expression.factors)
     return Problem(f"{', '.join(terms)} -> {''.join(output)}", arrays, indices, sizes, mode, **rest)
 
 
-def _identity(index: Array) -> int:
-    return id(index) if index.origin is None else id(index.origin)
+def _identity(array: Array) -> int:
+    return array.identity or id(array if array.origin is None else array.origin)
 
 
 def _index_mode(reads: Sequence[Read], scatter: Read | None) -> tuple[str, Callable[[Read], int]]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.audits.expression import Array, Expression, Read, contract, multiply, problem_of
+from planner.audits.replay import Slot, Step, Today, slots_of
 from planner.audits.sites import Call, Place, Record
 from planner.language.spec import Operand
 
 __all__ = ["read_jaxpr"]
 
+_identities = itertools.count(1)
+# Primitives that know an array of size 1 from one that was broadcast from it.
+_STRETCHED = ("mul", "broadcast_in_dim")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
@@ -25,8 +31,8 @@ def read_jaxpr(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     paths = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
     reader = _Reader(record)
     names = [_argument_name(function, path) for path, _ in paths]
-    for variable, _, name in zip(closed.jaxpr.invars, leaves, names, strict=True):
-        reader.enter(variable, name)
+    for variable, leaf, name in zip(closed.jaxpr.invars, leaves, names, strict=True):
+        reader.enter(variable, name, leaf)
     for variable in closed.jaxpr.constvars:
         reader.enter(variable, "")
     reader.run(closed.jaxpr)
@@ -72,15 +78,36 @@ class _Reader:
         self.expressions: dict[Any, tuple[Expression, tuple[int, ...]]] = {}
         self.indices: dict[Any, _Index] = {}
         self.zeros: set[Any] = set()
+        # What computes the variables that are known, and numbers of those that are not.
+        self.steps: dict[Any, Step | Slot] = {}
+        self.identities: dict[Any, int] = {}
 
-    def enter(self, variable: Any, name: str) -> None:
-        """Enter an array that the program is given."""
-        aval = variable.aval
+    def enter(self, variable: Any, name: str, value: Any = None) -> None:
+        """Enter an array that the program is given; its value counts if it is an index array."""
+        import jax
+
+        aval, identity = variable.aval, self.identity(variable)
         if aval.dtype.kind in "iu":
-            self.indices[variable] = _Index(Array(Operand(tuple(aval.shape), "int64"), name))
+            kept = value if hasattr(value, "__array__") and not isinstance(value, jax.core.Tracer) else None
+            self.indices[variable] = _Index(Array(Operand(tuple(aval.shape), "int64"), name, kept, identity=identity))
         # Nothing in a jaxpr says what is differentiated. Floats may be.
         operand = Operand(tuple(aval.shape), str(aval.dtype))
-        self.expressions[variable] = Expression.of(Array(operand, name)), ()
+        self.expressions[variable] = Expression.of(Array(operand, name, identity=identity)), ()
+
+    def identity(self, variable: Any) -> int:
+        """Return the number of a variable, which no other array of the program has."""
+        if variable not in self.identities:
+            self.identities[variable] = next(_identities)
+        return self.identities[variable]
+
+    def source(self, variable: Any, stretched: bool = False) -> Any:
+        """Return what computes a variable, as far as `known` knows it: a step, a slot, or the value of a literal."""
+        if hasattr(variable, "val"):
+            return variable.val
+        found = self.expressions.get(variable)
+        if variable in self.steps and (stretched or found is None or found[0].shape == tuple(variable.aval.shape)):
+            return self.steps[variable]
+        return Slot(self.identity(variable))
 
     def expression(self, variable: Any, stretched: bool = False) -> Expression:
         """Return the expression of a variable; if `stretched`, it may have size 1 where the variable has not."""
@@ -93,7 +120,8 @@ class _Reader:
             found = self.expressions[variable]
             if stretched or found[0].shape == shape:
                 return found
-        return Expression.of(Array(Operand(shape, str(variable.aval.dtype)))), ()
+        identity = 0 if literal else self.identity(variable)
+        return Expression.of(Array(Operand(shape, str(variable.aval.dtype)), identity=identity)), ()
 
     def index(self, variable: Any, step: str = "") -> _Index | None:
         """Return what is known of an index array at a step, None if nothing."""
@@ -112,6 +140,15 @@ class _Reader:
                     self._enter_apart(equation)
                 elif name in _LOOKS:
                     _LOOKS[name](self, equation)
+                    for out in equation.outvars:
+                        if out in self.expressions or out in self.indices or out in self.zeros:
+                            self.steps[out] = self.step(equation)
+
+    def step(self, equation: Any) -> Step:
+        """Return an equation as a step."""
+        stretched = equation.primitive.name in _STRETCHED
+        function = functools.partial(equation.primitive.bind, **equation.params)
+        return Step(function, tuple(self.source(variable, stretched) for variable in equation.invars))
 
     def _enter_call(self, equation: Any, inner: Any) -> None:
         """Read a function that is called: its arguments are those of the call."""
@@ -135,7 +172,10 @@ class _Reader:
     def add(self, equation: Any, function: str, expression: Expression, completes: tuple[int, ...] = (),
             **rest: Any) -> int:  # fmt: skip
         """Record a product."""
-        return self.record.add(Call(_place(equation), function, problem_of(expression, **rest)), completes)
+        problem, step = problem_of(expression, **rest), self.step(equation)
+        own = {array.identity for array in (*problem.operands, *problem.indices.values())}
+        today = Today(step) if own == set(slots_of(step)) else None
+        return self.record.add(Call(_place(equation), function, problem, today), completes)
 
 
 def _hand_on(reader: _Reader, variables: Sequence[Any], other: _Reader, others: Sequence[Any]) -> None:
@@ -143,6 +183,7 @@ def _hand_on(reader: _Reader, variables: Sequence[Any], other: _Reader, others: 
     for variable, new in zip(variables, others, strict=True):
         if not hasattr(variable, "val"):
             other.expressions[new] = reader.expressions.get(variable, reader.known(variable))
+            other.steps[new] = reader.source(variable, True)
             if variable in reader.indices:
                 other.indices[new] = reader.indices[variable]
             if variable in reader.zeros:

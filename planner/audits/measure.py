@@ -1,63 +1,146 @@
-"""Times a call as a program does it today, and with planner, on arrays of the same shapes and strides."""
+"""Measures a call as the program makes it today, and with planner, on arrays of the same shapes and strides."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
-import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from planner.api import contract
 from planner.audits.expression import Array, Problem
-from planner.language.errors import PlannerError
+from planner.audits.replay import Today, replay
+from planner.audits.sites import Figures
+from planner.inspect.memory import (
+    jax_compiled,
+    torch_backward_memory,
+    torch_cuda_backward_memory,
+    torch_cuda_memory,
+    torch_memory,
+)
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
+from planner.tune.timing import timed
 
-__all__ = ["Times", "measured_times"]
+__all__ = ["measure_site"]
 
-_ROUNDS = 9
+# Both calls run in turn: so many times at least and at most, and in between for so many seconds together.
+_LEAST, _MOST, _SECONDS = 9, 200, 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of a call, gradients included: medians of interleaved runs."""
+class _Trial:
+    """A call on arrays: `run` does it with its gradients and waits, `memory` returns its peak and retained bytes."""
 
-    now: float
-    planned: float
+    run: Callable[[], object]
+    memory: Callable[[], tuple[int, int]]
 
 
-def measured_times(problem: Problem, plan: Plan) -> Times:
-    """Run the naive plan and the plan of a problem in turn, and return the medians of their times.
+def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence[Figures]) -> list[Figures]:
+    """Run what a program calls today, and the line to write instead, in turn. Return the medians of their times.
 
     Operands are random numbers. Index arrays are those of the program if they were kept, else random rows.
 
-    Raises:
-        PlannerError: the arrays would have no values here.
+    Args:
+        problem: the contraction.
+        today: what the program calls.
+        plan: the plan of the contraction.
+        predicted: the figures of both, whose copied bytes are taken over.
     """
-    backend = load_backend(plan.backend)
+    values = _values(problem, today, plan)
+    operands = [array.identity for array in problem.operands]
+    indices = {letter: index.identity for letter, index in problem.indices.items()}
+    sizes = dict(problem.sizes) or None
+
+    def change(arrays: Mapping[int, Any]) -> Any:
+        chosen = {letter: arrays[identity] for letter, identity in indices.items()}
+        result = contract(
+            problem.spec, *(arrays[each] for each in operands), sizes=sizes, index_mode=problem.index_mode, **chosen
+        )
+        if not problem.target:
+            return result
+        target = arrays[today.extras[0].identity]
+        return target.add_(result) if problem.in_place else target + result
+
+    wanted = {array.identity for array in problem.operands if array.operand.requires_grad}
+    trial = {"torch": _torch_trial, "jax": _jax_trial}[plan.backend]
+    with today.context():
+        trials = [trial(call, values, wanted) for call in (functools.partial(replay, today.step), change)]
+        for each in trials:
+            each.run()
+        found: list[list[float]] = [[], []]
+        while len(found[1]) < _LEAST or (len(found[1]) < _MOST and sum(map(sum, found)) < _SECONDS):
+            for each, times in zip(trials, found, strict=True):
+                times.append(timed(each.run)[1])
+        seconds = list(map(statistics.median, found))
+        memory = [each.memory() for each in trials]
+    return [
+        Figures(time, *taken, figures.copied_bytes, measured=True)
+        for time, taken, figures in zip(seconds, memory, predicted, strict=True)
+    ]
+
+
+def _torch_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, Any], wanted: set[int]) -> _Trial:
+    import torch
+
+    leaves = {each: x.detach().requires_grad_(each in wanted) for each, x in values.items()}
+    inputs = [x for x in leaves.values() if x.requires_grad]
+    device = next(iter(leaves.values())).device
+
+    def forward() -> Any:
+        # A target of additions in place is another tensor in each run, over the same memory.
+        return call({each: x if x.requires_grad else x.detach() for each, x in leaves.items()})
+
+    ones = torch.ones_like(forward())
+
+    def run() -> None:
+        result = forward()
+        if inputs:
+            torch.autograd.grad(result, inputs, ones)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def memory() -> tuple[int, int]:
+        if device.type == "cuda":
+            taken = [torch_cuda_memory(forward, device)[1]]
+            taken += [torch_cuda_backward_memory(forward, inputs, device)[1]] if inputs else []
+        else:
+            taken = [torch_memory(forward)[1]]
+            taken += [torch_backward_memory(forward, inputs, ones)[1]] if inputs else []
+        return max(each.peak_bytes for each in taken), taken[0].retained_bytes
+
+    return _Trial(run, memory)
+
+
+def _jax_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, Any], wanted: set[int]) -> _Trial:
+    import jax
+
+    # What a jaxpr computes is all there is, its gradients too: nothing is kept.
+    run, counted = jax_compiled(call, values)
+    if counted.peak_bytes is None:
+        raise NotImplementedError("this platform does not say what it allocates")
+    peak = counted.peak_bytes
+    return _Trial(lambda: jax.block_until_ready(run(values)), lambda: (peak, 0))  # type: ignore[no-untyped-call]
+
+
+def _values(problem: Problem, today: Today, plan: Plan) -> dict[int, Any]:
+    """Return arrays for all that a site takes, by identity."""
+    backend, kind = load_backend(plan.backend), plan.device.kind
     random = np.random.default_rng(0)
-    operands = [_strided(array, random, backend, plan.device.kind) for array in problem.operands]
-    indices: dict[str, Any] = {}
+    arrays = (*problem.operands, *today.extras)
+    values = {array.identity: _strided(array, random, backend, kind) for array in arrays}
+    sizes: dict[str, int] = {}
     for gather in plan.resolved.spec.gathers:  # rows that fit all pools of an index array
-        index = problem.indices[gather.array]
-        shape, size = index.operand.shape, gather.size or 0
-        drawn = backend.from_numpy(random.integers(0, max(size, 1), shape), "int32", plan.device.kind)
-        if gather.array not in indices or size < indices[gather.array][1]:
-            indices[gather.array] = (drawn if index.value is None else index.value), size
-    arrays = {letter: values for letter, (values, _) in indices.items()}
-    runs = [backend.trial(which, operands, arrays) for which in (plan.naive, plan)]
-    found: list[list[float]] = [[], []]
-    for number in range(_ROUNDS + 1):
-        for run, times in zip(runs, found, strict=True):
-            if run is None:
-                raise PlannerError("an audit cannot measure within a transform: leave measure=True out")
-            begin = time.perf_counter()
-            run()
-            if number:
-                times.append(time.perf_counter() - begin)
-    return Times(*map(statistics.median, found))
+        sizes[gather.array] = min(sizes.get(gather.array, gather.size or 0), gather.size or 0)
+    for letter, index in problem.indices.items():
+        drawn = random.integers(0, max(sizes[letter], 1), index.operand.shape)
+        value = backend.from_numpy(drawn, "int32", kind) if index.value is None else index.value
+        values[index.identity] = value
+    return values
 
 
 def _strided(array: Array, random: np.random.Generator, backend: Any, kind: str) -> Any:

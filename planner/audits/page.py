@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from planner.audits.findings import Site
+from planner.audits.findings import Site, figure_texts, source_of_figures
 from planner.inspect.files import save
-from planner.language.units import bytes_text, seconds_text
 from planner.pages.markup import document, fragment, scrolling, tag
 from planner.pages.plan_page import comparison_sections
 from planner.version import __version__
@@ -32,7 +31,7 @@ def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Elem
     waste = [site for site in sites if site.wasteful]
     counts = (len(sites), "site"), (sum(site.calls for site in sites), "call")
     said = ", ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)
-    said += f"; planner would change {len(waste)}."
+    said += f"; planner would change {len(waste)}. {source_of_figures(sites) if sites else ''}"
     yield tag("header", tag("h1", "Audit"), tag("p", said, class_="lead"))
     yield tag("section", tag("h2", "Sites"), scrolling(_table(sites), "Sites"))
     for site in waste[:MOST_PLANS]:
@@ -54,14 +53,7 @@ def _table(sites: Sequence[Site]) -> Element:
     head = [tag("th", title, scope="col", class_="text" if title in titles[:2] else None) for title in titles]
     rows = []
     for site in sites:
-        now, planned = site.seconds
-        before, after = site.naive.cost, site.plan.cost
-        pairs = (
-            (seconds_text(now), seconds_text(planned)),
-            (bytes_text(before.peak_bytes), bytes_text(after.peak_bytes)),
-            (bytes_text(site.copied_bytes), bytes_text(after.copied_bytes)),
-            (bytes_text(before.retained_bytes), bytes_text(after.retained_bytes)),
-        )
+        pairs = zip(figure_texts(site.today, sites), figure_texts(site.planned, sites), strict=True)
         cells = [tag("td", old, tag("div", new, class_="good") if site.wasteful else None) for old, new in pairs]
         rows.append(
             tag("tr", tag("th", f"{site.place} {site.function}", scope="row", class_="text"),

@@ -6,11 +6,10 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.audits.findings import Site
+from planner.audits.findings import Site, figure_texts, source_of_figures
 from planner.audits.page import page_of_sites, part_of_sites
 from planner.inspect.text import table_lines
 from planner.language.resolve import shorten
-from planner.language.units import bytes_text, seconds_text
 
 __all__ = ["Audit"]
 
@@ -74,25 +73,14 @@ def audit_text(audit: Audit) -> str:
     head = f"{counts}; planner would change {len(waste)}"
     rows: list[Sequence[str]] = [["", "site", "calls", "time", "peak", "copied", "retained"]]
     for site in audit:
-        rows.append(["!" if site.wasteful else "", f"{site.place} {site.function}", str(site.calls), *_figures(site)])
+        row = ["!" if site.wasteful else "", f"{site.place} {site.function}", str(site.calls)]
+        rows.append(row + figure_texts(site.today, audit.sites))
         if site.wasteful:
-            rows.append(["", "  with planner", "", *_planned(site)])
-    lines = [head, *(table_lines(rows, (0, 1)) if audit.sites else ())]
+            rows.append(["", "  with planner", "", *figure_texts(site.planned, audit.sites)])
+    lines = [head, *((*table_lines(rows, (0, 1)), source_of_figures(audit.sites)) if audit.sites else ())]
     for site in waste:
         lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {site.code}"]
     lines += [
         f"not read, {count} call{'s' * (count != 1)}: {shorten(reason)}" for reason, count in audit.unread.items()
     ]
     return "\n".join(lines)
-
-
-def _figures(site: Site) -> list[str]:
-    cost = site.naive.cost
-    sizes = (cost.peak_bytes, site.copied_bytes, cost.retained_bytes)
-    return [seconds_text(site.seconds[0]), *map(bytes_text, sizes)]
-
-
-def _planned(site: Site) -> list[str]:
-    cost = site.plan.cost
-    sizes = (cost.peak_bytes, cost.copied_bytes, cost.retained_bytes)
-    return [seconds_text(site.seconds[1]), *map(bytes_text, sizes)]

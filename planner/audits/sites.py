@@ -12,8 +12,9 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from planner.audits.expression import Problem
+from planner.audits.replay import Today
 
-__all__ = ["Call", "Place", "Record", "find_place", "name_in", "user_frame"]
+__all__ = ["Call", "Figures", "Place", "Record", "find_place", "name_in", "user_frame"]
 
 # Packages whose frames are not the user's program; our own files, and those of them that watch it.
 _LIBRARIES = ("torch", "jax", "jaxlib", "einops", "opt_einsum", "contextlib", "functools")
@@ -50,11 +51,39 @@ class Call:
         place: where it is.
         function: what was called.
         problem: what the call computes.
+        today: the calls that compute it; None if the audit does not measure.
     """
 
     place: Place
     function: str
     problem: Problem
+    today: Today | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What one call takes, gradients included.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import planner
+        >>> (site,) = planner.audit(lambda x, w: x @ w, jnp.ones((3, 4)), jnp.ones((4, 5)))
+        >>> site.today.peak_bytes, site.planned.retained_bytes, site.today.measured
+        (60, 0, False)
+
+    Attributes:
+        seconds: the time.
+        peak_bytes: most bytes that are newly allocated at any moment, the result included.
+        retained_bytes: bytes kept for the backward pass.
+        copied_bytes: bytes of operands that are copied into another order, and of rows that are read. Never measured.
+        measured: whether the other figures were measured.
+    """
+
+    seconds: float
+    peak_bytes: int
+    retained_bytes: int
+    copied_bytes: int
+    measured: bool = False
 
 
 class Record:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planner.audits.expression import Array, Expression, Problem, Read, contract, matmul, multiply, problem_of
+from planner.audits.replay import Slot, Step, Today, map_leaves, slots_of
 from planner.audits.sites import Call, Record, find_place, name_in, user_frame
 from planner.dropin.einsum import read_arguments
 from planner.language.parse import parse
@@ -21,11 +22,15 @@ Kwargs = Mapping[str, Any]
 
 
 class Known(NamedTuple):
-    """What a tensor was computed from, and the recorded calls that computed it. It holds if nothing has changed."""
+    """What a tensor was computed from, and the recorded calls that computed it. It holds if nothing has changed.
+
+    The step is what the program called last; its arguments may hold tensors in the place of slots.
+    """
 
     expression: Expression
     calls: tuple[int, ...]
     version: int
+    step: Step | None
 
 
 class TorchWatch:
@@ -39,22 +44,38 @@ class TorchWatch:
     def __init__(self, record: Record, measure: bool) -> None:
         self.record, self.measure = record, measure
         self.known: dict[int, Known] = {}
-        self.zeros: dict[int, bool] = {}
+        # Tensors of zeros, by the calls that made them.
+        self.zeros: dict[int, Step | None] = {}
         # The first problem of a line, with names: to find these takes longer than all else.
-        self.problems: dict[Any, Problem] = {}
+        self.problems: dict[Any, tuple[Problem, Today | None]] = {}
+        # The call that is looked at; None if nothing is measured.
+        self.step: Step | None = None
 
     def __call__(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a call of torch, and look at it. A call that cannot be read is left out: no audit stops a program."""
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute, such as `x.mT`
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         look = _LOOKS.get(name)
-        if look is not None:
+        if look is None or user_frame() is None:  # what planner itself calls is no waste
+            return func(*args, **kwargs)
+        if self.measure:  # before the call: it may change its arguments
+            self.step = None
             with contextlib.suppress(Exception):
-                if user_frame() is not None:  # what planner itself calls is no waste
-                    look(self, args, kwargs, result)
+                self.step = Step(func, map_leaves(self.source, args), map_leaves(self.source, kwargs))
+        result = func(*args, **kwargs)
+        with contextlib.suppress(Exception):
+            look(self, args, kwargs, result)
+        self.step = None
         return result
+
+    def source(self, x: Any) -> Any:
+        """Return the step that computed an argument of a call; the argument itself if that is unknown."""
+        if id(x) not in self.known and id(x) not in self.zeros:
+            return x
+        known = self.remembered(x)
+        step = known.step if known is not None else self.zeros.get(id(x)) if _version(x) == 0 else None
+        return x if step is None else step
 
     def forget_later(self, table: dict[int, Any], x: Any, value: Any) -> None:
         """Put a value into a table under a tensor, and take it out when the tensor is freed."""
@@ -102,7 +123,7 @@ class TorchWatch:
         if expression is None or version is None or tuple(x.shape) != expression.shape:
             return
         if all(array.version is not None and array.origin is not x for array in expression.arrays):
-            self.forget_later(self.known, x, Known(expression, calls, version))
+            self.forget_later(self.known, x, Known(expression, calls, version, self.step))
 
     def add(self, function: str, expression: Expression, result: Any, completes: tuple[int, ...] = (),
             **rest: Any) -> int:  # fmt: skip
@@ -122,8 +143,42 @@ class TorchWatch:
         place = find_place(frame)
         key = place, function, problem_of(expression, named=lambda array: Array(array.operand), **rest).key
         if key not in self.problems:
-            self.problems[key] = problem_of(expression, named=named, **rest)
-        return self.record.add(Call(place, function, self.problems[key]), completes)
+            problem = problem_of(expression, named=named, **rest)
+            today = None
+            with contextlib.suppress(Exception):
+                today = self.today(problem, result.device.type)
+            self.problems[key] = problem, today
+        return self.record.add(Call(place, function, *self.problems[key]), completes)
+
+    def today(self, problem: Problem, device: str) -> Today | None:
+        """Return the calls that computed a problem, cut off from the program's tensors; None if nothing is measured."""
+        import torch
+
+        if self.step is None:
+            return None
+        describe = load_backend("torch").operand
+        own = {array.identity for array in (*problem.operands, *problem.indices.values())}
+        extras: dict[int, Array] = {}
+
+        steps: dict[Step, Step] = {}  # one that is used twice stays one
+
+        def cut(leaf: Any) -> Any:
+            if isinstance(leaf, Step):
+                if leaf not in steps:
+                    args, kwargs = (map_leaves(cut, part) for part in (leaf.args, leaf.kwargs))
+                    steps[leaf] = Step(leaf.function, args, kwargs)
+                return steps[leaf]
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in own:
+                extras[id(leaf)] = Array(describe(leaf), identity=id(leaf))
+            return Slot(id(leaf))
+
+        step = cut(self.step)
+        if not own <= set(slots_of(step)):
+            return None
+        half, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return Today(step, tuple(extras.values()), lambda: torch.autocast(device, half, enabled, False))
 
 
 def _version(x: Any) -> int | None:
@@ -218,14 +273,17 @@ def _unsqueeze(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> No
 
 
 def _multiply(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
-    a, b = map(watch.expression, _bound(("input", "other"), args, kwargs))
+    factors = _bound(("input", "other"), args, kwargs)
+    if not any(id(x) in watch.known for x in factors):
+        return  # no rows were read
+    a, b = map(watch.expression, factors)
     product = multiply(a, b)
     if product is not None and product.reads and a.dims and b.dims and product.shape == tuple(result.shape):
         watch.remember(result, product, (watch.add("mul", product, result),))
 
 
 def _matmul(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
-    if len(args) != 2 or kwargs:
+    if len(args) != 2 or kwargs or not any(id(x) in watch.known for x in args):
         return
     a, b = map(watch.expression, args)
     product = matmul(a, b)
@@ -249,7 +307,7 @@ def _sum(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
 
 def _zeros(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
     if result._version == 0 and not result.requires_grad:
-        watch.forget_later(watch.zeros, result, True)
+        watch.forget_later(watch.zeros, result, watch.step)
 
 
 def _scatter(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
@@ -262,14 +320,13 @@ def _scatter(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None
     shape[dim] = x.shape[dim]
     if known is None or list(x.shape) != shape or x.dtype != source.dtype or index.dim() != 1:
         return
-    around = "{}"
+    rest: dict[str, Any] = {}
     if id(x) not in watch.zeros or x._version != in_place:
-        target = name_in(user_frame(), x)
-        if not target:
+        rest = {"target": name_in(user_frame(), x), "in_place": in_place}
+        if not rest["target"]:
             return
-        around = f"{target}.add_({{}})" if in_place else f"{target} + {{}}"
     read = Read(watch.index(index), ())
-    watch.add("index_add", known.expression, result, known.calls, scatter=(dim, read, x.shape[dim]), around=around)
+    watch.add("index_add", known.expression, result, known.calls, scatter=(dim, read, x.shape[dim]), **rest)
 
 
 def _einsum(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 from planner.bench.corpus import Row as Contraction
 from planner.bench.corpus import gather_then_einsum
 from planner.demo.cases import Case
-from planner.demo.report import HEADINGS, Comparison, gain_line, line
+from planner.demo.report import HEADINGS, Comparison, case_table, gain_line, line
 from planner.demo.runs import RUNS, Row, measure_case
 from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve, shorten
 from planner.language.units import bytes_text, seconds_text
 from planner.pages.plots import load_pyplot, save_figure
+from planner.pages.tables import page_of_tables
 
-__all__ = ["compare_ways", "draw", "ways_of"]
+__all__ = ["compare_ways", "draw", "page_of_ways", "ways_of"]
 
 
 class _OptEinsum:
@@ -108,6 +109,17 @@ def compare_ways(
     if found is not None:
         say(gain_line(found))
     return rows
+
+
+def page_of_ways(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> str:
+    """Return a page with the table of all ways, and write it to a file if a path is given.
+
+    Raises:
+        PlannerError: the file cannot be written.
+    """
+    wrong = sum(bool(row.differs) for row in rows)
+    lead = f"{wrong} of {len(rows)} ways differ." if wrong else "All values and gradients are equal."
+    return page_of_tables("Compared here and now", f"{len(rows)} ways. {lead}", [case_table(rows)], path)
 
 
 def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

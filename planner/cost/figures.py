@@ -77,6 +77,12 @@ class Work(NamedTuple):
 class Cost:
     """The cost of one program, or of both.
 
+    Example:
+        >>> import planner
+        >>> cost = planner.plan("ij, jk -> ik", (30, 40), (40, 50), backend="numpy").cost.forward
+        >>> cost.flops, cost.bytes_moved, cost.peak_bytes
+        (120000, 18800, 6000)
+
     Attributes:
         flops: FLOPs. A multiply-add counts as 2, an add in a segment sum as 1, a take as 0.
         bytes_moved: bytes that all steps read and write.
@@ -97,6 +103,12 @@ class Cost:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanCost(Cost):
     """The totals of a plan. The peak is the larger program's. `backward` is None if no operand needs a gradient.
+
+    Example:
+        >>> import planner
+        >>> cost = planner.plan("ij, jk -> ik", (30, 40), (40, 50), backend="numpy").cost
+        >>> cost.flops == cost.forward.flops, cost.backward
+        (True, None)
 
     `bound` is what no plan without a loop over slices costs less than, as the objective measures it; None if that is
     not known. See docs/limits.md.

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 from planner.demo.answers import Answer, answers
 from planner.demo.cases import Case, Scale, cases
-from planner.demo.report import HEADINGS, Comparison, gain_line, header, line, table
+from planner.demo.report import HEADINGS, Comparison, case_table, gain_line, gains, header, line, table
 from planner.demo.runs import Row, measure_case
 from planner.demo.ways import Framework
+from planner.language.errors import PlannerError
+from planner.pages.tables import Table, page_of_tables
 from planner.progress import Progress
 
 __all__ = ["main"]
@@ -60,6 +62,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         scale.add_argument(f"--{name}", dest="scale", action="store_const", const=name, help=words)
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework instead of both")
     parser.add_argument("--only", default="", metavar="NAME", help="only the cases whose name begins so")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with all tables, which any browser opens")
     parser.set_defaults(scale="main")
     return parser.parse_args(argv)
 
@@ -84,10 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(_INTRODUCTION.format(sizes=_SIZES[options.scale], duration=_DURATIONS[options.scale]))
     progress = Progress(sum(len(case.ways) for case in chosen), "{done}/{total}  {what:.60}")
     rows: list[Row] = []
+    tables: list[Table] = []
     comparisons: list[Comparison] = []
     for case in chosen:
         measured = _show(case, options.scale, progress)
         rows += measured
+        tables.append(case_table(measured, [f"Document {case.seed}."]))
         comparison = Comparison.of(measured)
         if comparison:
             _say(gain_line(comparison))
@@ -97,13 +102,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("Forward and backward pass, against the fastest of the other ways. The largest gain comes first.")
         _say(table(comparisons))
         _say()
-    _answer(answers(comparisons))
+    found = answers(comparisons)
+    _answer(found)
     wrong = [row for row in rows if row.differs]
     for row in wrong:
         _say(f"{row.case.name}, {row.case.framework}, {row.way.label}: {row.differs} differs")
     verdict = f"{len(wrong)} of {len(rows)} ways differ." if wrong else "All values and gradients are equal."
-    _say(f"{verdict} The demo took {time.monotonic() - started:.0f} s.")
+    verdict += f" The demo took {time.monotonic() - started:.0f} s."
+    _say(verdict)
+    if options.html:
+        try:
+            page_of_tables("The demo", verdict, _page(comparisons, found, tables), options.html)
+        except PlannerError as error:
+            print(error, file=sys.stderr)
+            return 2
     return 1 if wrong else 0
+
+
+def _page(comparisons: Sequence[Comparison], found: Sequence[Answer], tables: Sequence[Table]) -> list[Table]:
+    """Return the sections of the demo's page: the closing table, the answers, and each comparison."""
+    sections = []
+    if comparisons:
+        head = ["case", "time of theirs", "of planner", "faster", "peak of theirs", "of planner"]
+        said = "Forward and backward pass, against the fastest of the other ways. The largest gain comes first."
+        sections.append(Table("All comparisons", [said], head, gains(comparisons)))
+    for question in dict.fromkeys((answer.seed, answer.question) for answer in found):
+        words = [f"{x.framework}: {x.text}" for x in found if (x.seed, x.question) == question]
+        sections.append(Table(": ".join(question), words, [], []))
+    return [*sections, *tables]
 
 
 def _say(text: str = "") -> None:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from planner.demo.cases import Case
 from planner.demo.runs import Row, WayFigures
 from planner.demo.ways import OURS
+from planner.pages.tables import Table
 
-__all__ = ["HEADINGS", "Comparison", "bytes_text", "gain_line", "header", "line", "ratio_text", "seconds_text", "table"]
+__all__ = [
+    "HEADINGS",
+    "Comparison",
+    "bytes_text",
+    "case_table",
+    "gain_line",
+    "gains",
+    "header",
+    "line",
+    "ratio_text",
+    "seconds_text",
+    "table",
+]
 
 _COLUMNS = "  {:<22}{:>9}{:>10}{:>13}{:>10}{:>10}  {}"
 HEADINGS = _COLUMNS.format("", "forward", "peak", "and backward", "peak", "kept", "").rstrip()
@@ -77,12 +90,19 @@ class Comparison:
 
 def header(case: Case) -> str:
     """Return the lines above a case: what it is, its spec and its shapes."""
-    shapes = ", ".join("x".join(map(str, shape)) for shape in case.workload.shapes)
-    return f"{case.title} ({case.framework}, document {case.seed})\n  {case.workload.spec}   {shapes}"
+    return f"{case.title} ({case.framework}, document {case.seed})\n  {case.workload.spec}   {_shapes(case)}"
+
+
+def _shapes(case: Case) -> str:
+    return ", ".join("x".join(map(str, shape)) or "a number" for shape in case.workload.shapes)
 
 
 def line(row: Row) -> str:
     """Return the line of a way: its figures, with a note if they are not medians of several runs."""
+    return _COLUMNS.format(row.way.label, *_cells(row)).rstrip()
+
+
+def _cells(row: Row) -> list[str]:
     figures, about = row.figures, "~" if row.figures.extrapolated else ""
     times_and_bytes = (
         seconds_text(figures.seconds),
@@ -96,8 +116,17 @@ def line(row: Row) -> str:
         note = f"DIFFERS: {row.differs}"
     elif figures.extrapolated and row.way.part:
         note = f"~ by {row.way.part.size} rows"
-    cells = (cell if cell == "-" else about + cell for cell in times_and_bytes)
-    return _COLUMNS.format(row.way.label, *cells, note).rstrip()
+    return [*(cell if cell == "-" else about + cell for cell in times_and_bytes), note]
+
+
+def case_table(rows: Sequence[Row], said: Sequence[str] = ()) -> Table:
+    """Return the ways of a case as a table of a page, with a bar for the time of both passes."""
+    case, found = rows[0].case, Comparison.of(rows)
+    head = ["way", "forward", "peak", "and backward", "peak of both", "kept", "note"]
+    words = [f"{case.workload.spec} of {_shapes(case)}", *said, gain_line(found).strip() if found else ""]
+    bars = "forward and backward", [row.figures.gradient_seconds for row in rows]
+    cells = [[row.way.label, *_cells(row)] for row in rows]
+    return Table(f"{case.title} ({case.framework})", words, head, cells, ("note", bars[0]), bars)
 
 
 def gain_line(comparison: Comparison) -> str:
@@ -115,16 +144,19 @@ def _share_text(share: float) -> str:
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """Lay out all comparisons, largest gain first: forward and backward pass, against the fastest other way."""
-    return "\n".join(_table_lines(sorted(comparisons, key=Comparison.gain, reverse=True)))
-
-
-def _table_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
     layout = "  {:<50}{:>9}{:>10}{:>8}{:>10}{:>10}"
-    yield layout.format("", "time of", "time of", "", "peak of", "peak of").rstrip()
-    yield layout.format("", "theirs", "planner", "faster", "theirs", "planner")
-    for found in comparisons:
+    lines = [layout.format("", "time of", "time of", "", "peak of", "peak of").rstrip()]
+    lines += [layout.format("", "theirs", "planner", "faster", "theirs", "planner")]
+    return "\n".join([*lines, *(layout.format(*cells) for cells in gains(comparisons))])
+
+
+def gains(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Return the rows of that table."""
+    rows = []
+    for found in sorted(comparisons, key=Comparison.gain, reverse=True):
         label, seconds = found.least("gradient_seconds")
         peaks = (bytes_text(figures.gradient_peak_bytes) for figures in (found.theirs[label], found.ours))
         what = f"{found.case.framework:<6} {found.case.title}"
         theirs, ours = seconds_text(seconds), seconds_text(found.ours.gradient_seconds)
-        yield layout.format(what, theirs, ours, ratio_text(found.gain()), *peaks)
+        rows.append([what, theirs, ours, ratio_text(found.gain()), *peaks])
+    return rows

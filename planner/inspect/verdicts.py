@@ -17,6 +17,12 @@ __all__ = ["ImplementationVerdict", "implementations_text", "step_verdicts", "ve
 class ImplementationVerdict:
     """One implementation that a step could run, or the reason why it cannot.
 
+    Example:
+        >>> import planner
+        >>> p = planner.plan("ij, jk -> ik", (30, 40), (40, 50), backend="numpy")
+        >>> [verdict.name for verdict in p.implementations()[0] if verdict.chosen]
+        ['matmul']
+
     Attributes:
         name: the row of the backend's table.
         cost: its predicted cost; None if it cannot run the step.

@@ -21,11 +21,31 @@ __all__ = [
 
 
 class PlannerError(ValueError):
-    """Base class of all errors of this library. It is raised itself for bad options and mixed frameworks."""
+    """Base class of all errors of this library. It is raised itself for bad options and mixed frameworks.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.plan("ij -> i", (3, 4), index_mode="wrap")
+        ... except planner.PlannerError as error:
+        ...     print(error)
+        index_mode='wrap' is unknown: take one of 'raise', 'drop', 'clip', 'nan'
+    """
 
 
 class SpecError(PlannerError):
-    """The spec is malformed. The message shows it with a caret under the place."""
+    """The spec is malformed. The message shows it with a caret under the place.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.resolve("ij, j[ -> i", (3, 4), (4,))
+        ... except planner.SpecError as error:
+        ...     print(error)
+        this bracket is never closed: add ']'
+            ij, j[ -> i
+                 ^
+    """
 
     def __init__(self, message: str, spec: str = "", position: int | None = None) -> None:
         self.spec, self.position = spec, position
@@ -39,19 +59,55 @@ class SpecError(PlannerError):
 
 
 class PlannerTypeError(SpecError, TypeError):
-    """An argument has a wrong type or dtype, or a keyword is neither an option nor an index array."""
+    """An argument has a wrong type or dtype, or a keyword is neither an option nor an index array.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.plan("ij -> i", (3, 4), colour="red")
+        ... except planner.PlannerTypeError as error:
+        ...     print(error)
+        'colour' is not an option, and the name of an index array is one letter: options are ...
+    """
 
 
 class ShapeError(PlannerError):
-    """The shapes of the operands or index arrays do not fit the spec or each other."""
+    """The shapes of the operands or index arrays do not fit the spec or each other.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.resolve("ij, j -> i", (3, 4), (5,))
+        ... except planner.ShapeError as error:
+        ...     print(error)
+        axis 'j' has size 4 in operand 0 but 5 in operand 1
+    """
 
 
 class IndexRangeError(PlannerError, IndexError):
-    """An index array holds a value outside of the dimension that it indexes."""
+    """An index array holds a value outside of the dimension that it indexes.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> try:
+        ...     planner.contract("q[n] -> n", np.ones(4), q=np.array([0, 4]))
+        ... except planner.IndexRangeError as error:
+        ...     print(error)
+        index array 'q'[1] is 4, outside of [-4, 4), the range of the dimension q[n]; ...
+    """
 
 
 class PlannerLimitError(PlannerError):
     """No plan is within the limits. The message names limits that would succeed.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.plan("ij, jk -> ik", (30, 40), (40, 50), backend="numpy", memory_limit=1000)
+        ... except planner.PlannerLimitError as error:
+        ...     print(error.memory_limit)
+        6000
 
     Attributes:
         memory_limit, retain_limit: limits in bytes that succeed if they are set together; None for no limit.
@@ -73,7 +129,16 @@ class PlannerLimitError(PlannerError):
 
 
 class SearchLimitError(PlannerError):
-    """The problem is too large for any search, or too large to address."""
+    """The problem is too large for any search, or too large to address.
+
+    Example:
+        >>> import planner
+        >>> try:
+        ...     planner.plan("i, j -> ij", (2**40,), (2**40,), backend="numpy")
+        ... except planner.SearchLimitError as error:
+        ...     print(error)
+        the result would have more than 2^62 elements; the sizes must be wrong
+    """
 
 
 def refusal_of(found: object) -> str | None:

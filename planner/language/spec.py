@@ -50,6 +50,12 @@ _NO_AXIS = frozenset(f"{WHITESPACE}0123456789,->.[]")
 class Gather:
     """One dimension addressed through an index array: ``q[n]``.
 
+    Example:
+        >>> import planner
+        >>> (gather,) = planner.resolve("nij, q[n]jk -> nik", (5, 1, 2), (3, 2, 4), q=(5,)).gathers
+        >>> str(gather), gather.array, gather.axes, gather.size
+        ('q[n]', 'q', ('n',), 3)
+
     Attributes:
         array: letter of the index array, passed to `contract` as the keyword of that name.
         axes: axes of the index array, one for each of its dimensions.
@@ -166,8 +172,8 @@ class Spec:
         >>> spec = planner.resolve("nij, q[n]jk -> nik", (5, 1, 2), (3, 2, 4), q=(5,))
         >>> print(spec)
         nij, q[n]jk -> nik
-        >>> spec.size("n"), spec.output_shape
-        (5, (5, 1, 4))
+        >>> spec.size("n"), spec.shape(spec.inputs[1]), spec.output_shape
+        (5, (3, 2, 4), (5, 1, 4))
 
     Attributes:
         inputs: a term for each operand; an entry is an axis or a `Gather`.

@@ -30,6 +30,13 @@ MOST_LEFT_TO_RIGHT = 200
 class Alternative(Generic[AnyPlan]):
     """A plan that was considered and not chosen.
 
+    Example:
+        >>> import planner
+        >>> p = planner.plan("ij, jk, kl -> il", (2, 30), (30, 40), (40, 5), backend="numpy")
+        >>> other = p.alternatives()[0]
+        >>> other.plan.cost.seconds >= p.cost.seconds
+        True
+
     Attributes:
         plan: the plan. It can be run like the chosen one.
         origin: the search that found it.

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from planner.inspect.text import table_lines
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
@@ -25,6 +24,7 @@ from planner.testing.engines import Engine, engine_of, installed
 from planner.testing.judgement import Broken, Subject, raising
 from planner.testing.laws import LAWS, Law, agreement
 from planner.testing.problem import DTYPES, FLOATS, Problem
+from planner.testing.report import Failure, Report, Verdict
 from planner.testing.steps import lowerings
 from planner.testing.strategies import problems_of
 
@@ -33,115 +33,6 @@ __all__ = ["Failure", "Report", "Verdict", "check"]
 AGREEMENT = "frameworks agree"
 # Checks run one at a time: they measure what calls allocate, and would measure each other's allocations.
 _ALONE = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A law that does not hold, with the smallest problem that was found to break it.
-
-    Attributes:
-        law: the law's name.
-        backend: the framework.
-        problem: the problem; None if none was drawn.
-        what: what is wrong, in words.
-        found: the result, as text.
-        expected: the expected result, as text.
-        script: a Python program that prints both.
-    """
-
-    law: str
-    backend: str
-    problem: Problem | None
-    what: str
-    found: str
-    expected: str
-    script: str
-
-    def __str__(self) -> str:
-        lines = [f"{self.law} in {self.backend}: {self.what}"]
-        for name, text in (("found", self.found), ("expected", self.expected)):
-            if text:
-                lines += [f"  {name}", *(f"    {line}" for line in text[:2000].splitlines())]
-        return "\n".join(
-            [*lines, "  to see it again, run", "", *(f"    {x}".rstrip() for x in self.script.splitlines())]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of one law in one framework.
-
-    Attributes:
-        law: the law's name.
-        backend: the framework; "all" for the law that compares the frameworks.
-        examples: number of problems on which the law held.
-        failure: the failure; None if the law holds.
-        skipped: why the law was not tested; "" if it was.
-    """
-
-    law: str
-    backend: str
-    examples: int = 0
-    failure: Failure | None = None
-    skipped: str = ""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Report:
-    """What `check` found. It prints as a table, followed by a program for each failure.
-
-    Attributes:
-        spec: the spec.
-        backends: the frameworks.
-        verdicts: one for each law and framework.
-        seconds: how long the check took.
-    """
-
-    spec: str
-    backends: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
-    seconds: float
-
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        """The laws that do not hold."""
-        return tuple(v.failure for v in self.verdicts if v.failure is not None)
-
-    @property
-    def passed(self) -> bool:
-        """Whether every law that was tested holds."""
-        return not self.failures
-
-    def __str__(self) -> str:
-        reasons = dict.fromkeys(f"  -: {v.law} in {v.backend}: {v.skipped}" for v in self.verdicts if v.skipped)
-        failures = [f"\n{failure}" for failure in self.failures]
-        return "\n".join([self._summary(), *self._table(), *reasons, *failures])
-
-    __repr__ = __str__
-
-    def _summary(self) -> str:
-        tested = [v for v in self.verdicts if not v.skipped]
-        laws = len({v.law for v in tested})
-        broken = len({f.law for f in self.failures})
-        outcome = f"{broken} of {laws} laws broken" if broken else f"{laws} laws hold"
-        problems = sum(v.examples for v in tested)
-        return f"{self.spec}: {outcome}, {problems} problems in {self.seconds:.0f} s"
-
-    def _table(self) -> list[str]:
-        columns = list(self.backends)
-        if any(v.backend == "all" for v in self.verdicts):
-            columns.append("all")
-        cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
-        rows = [["", *(f"{column:>6}" for column in columns)]]
-        for law in dict.fromkeys(v.law for v in self.verdicts):
-            rows.append([law, *(f"{cells.get((law, column), ''):>6}" for column in columns)])
-        return table_lines(rows, (0,))
-
-
-def _cell(verdict: Verdict) -> str:
-    if verdict.failure is not None:
-        return "BROKEN"
-    return "-" if verdict.skipped else str(verdict.examples)
 
 
 def check(

@@ -26,6 +26,17 @@ _GAP = 99  # fills the memory between the elements of a strided operand
 class Problem:
     """A spec with all arguments of a call.
 
+    Example:
+        >>> import planner
+        >>> problem = Problem("ij, j -> i", ((2, 3), (3,)))
+        >>> result = planner.contract(problem.spec, *problem.operands(), **problem.arguments())
+        >>> problem.is_exact(), (result == problem.expected()).all()
+        (True, np.True_)
+        >>> problem.output_shape(), problem.output_gradient().shape, [g.shape for g in problem.expected_gradients()]
+        ((2,), (2,), [(2, 3), (3,)])
+        >>> str(problem.resolved()), problem.resolved_indices(), problem.exact_bound()
+        ('ij, j -> i', (), 162.0)
+
     Attributes:
         spec: the spec string.
         shapes: one shape per operand.

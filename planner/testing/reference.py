@@ -74,6 +74,9 @@ def reference(
     Floats are computed in float64, complex numbers in complex128, integers in int64. int64 wraps around as narrower
     integers do, so a cast back gives the same result as their own arithmetic.
 
+    >>> reference("nj, q[n]j -> n", [[1, 2], [3, 4]], [[1, 0], [0, 5]], q=[1, 1])
+    array([10, 20])
+
     Args:
         spec: a spec string, or the first operand of the sublist form ``a, [0, 1], b, [1, 2], [0, 2]``.
         operands: anything that `numpy.asarray` takes.
@@ -95,6 +98,9 @@ def reference(
 
 def reference_gradients(spec: Any, gout: Any, *operands: Any, **arguments: Any) -> list[Array]:
     """Transpose the contraction onto `gout`: the gradient of every operand, never conjugated.
+
+    >>> reference_gradients("i, i ->", 1, [1, -2], [3, 4])
+    [array([3, 4]), array([ 1, -2])]
 
     Args:
         spec: as in `reference`.
@@ -143,6 +149,9 @@ def magnitude(spec: Any, *operands: Any, **arguments: Any) -> Array:
     The arguments are those of `reference`.
 
     No partial sum of the contraction itself is larger. For intermediates see `exact_bound`.
+
+    >>> magnitude("i, i ->", [1, -2], [3, 4])
+    array(11.)
     """
     problem, arrays = _resolve(spec, operands, **arguments)
     sources = [(t, absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
@@ -156,6 +165,9 @@ def exact_bound(spec: Any, *operands: Any, gout: Any = None, **arguments: Any) -
     intermediate multiplies some of the operands and sums over some of the axes. If the operands are integers and the
     bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance. The other
     arguments are those of `reference`.
+
+    >>> exact_bound("i, i ->", [1, -2], [3, 4])
+    16.0
     """
     problem, arrays = _resolve(spec, operands, **arguments)
     if gout is not None:

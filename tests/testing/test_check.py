@@ -409,8 +409,16 @@ def test_bad_arguments_are_named(arguments, options, message):
     ("spec", "fault", "status", "printed"),
     [("ij, j -> i", 1, 0, "laws hold"), ("ij, j -> i", 2, 1, "BROKEN"), ("ij, j -> [", 1, 2, "^")],
 )
-def test_the_command(spec, fault, status, printed, capsys, monkeypatch):
+def test_the_command(spec, fault, status, printed, capsys, monkeypatch, tmp_path):
     real = planner.contract
     monkeypatch.setattr(CONTRACT, lambda *given, **options: real(*given, **options) * fault)
-    assert main(["check", spec, "--backend", "numpy", "--max-examples", "3", "--size", "i=2"]) == status
+    page = tmp_path / "check.html"
+    options = ["--backend", "numpy", "--max-examples", "3", "--size", "i=2", "--html", str(page)]
+    assert main(["check", spec, *options]) == status
     assert printed in "".join(capsys.readouterr())
+    assert page.exists() == (status < 2)
+    if status < 2:
+        text = page.read_text(encoding="utf-8")
+        assert printed in text
+        assert ("import planner" in text) == ('<span class="bad">BROKEN</span>' in text) == bool(status)
+        assert "numpy computes no gradients" in text
