@@ -711,3 +711,16 @@ def test_axes_may_have_any_names(objective):
                 renamed = spec.translate(str.maketrans("abc", "".join(names)))
                 found = planner.contract(renamed, *operands, q=q, minimize=objective)
                 assert np.array_equal(found, wanted), renamed
+
+
+@pytest.mark.skipif("torch" not in installed_frameworks(), reason="torch is not installed")
+def test_an_operand_that_repeats_an_axis_may_have_any_strides():
+    """Steps that differ in letters only have one price, once some have been priced: this is the last operand's."""
+    spec, shapes = (
+        "a p[b] q[ac] b p[b] b, bac, b q[ad], becb -> ",
+        ((3, 4, 2, 4, 3, 4), (4, 3, 2), (4, 3), (4, 2, 2, 4)),
+    )
+    operands = [planner.Operand(s, strides=tuple(math.prod(s[:d]) for d in range(len(s))), requires_grad=True)
+                for s in shapes]  # fmt: skip
+    plan = planner.plan(spec, *operands, p=(4,), q=(3, 2), backend="torch", device="cpu")
+    assert {n for step in plan.programs.forward.steps for n in step.inputs} >= set(range(4))  # each operand is read

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from planner.language.spec import Spec, term_axes
+from planner.language.spec import Spec
 from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
@@ -284,6 +284,6 @@ def _renamed(op: Op) -> Op:
     names = dict(zip((axis for axis, _ in spec.sizes), string.ascii_lowercase, strict=False))
     if len(names) < len(spec.sizes):
         return op
-    *inputs, output = (tuple(names[axis] for axis in term_axes(term)) for term in spec.terms)
+    *inputs, output = (tuple(names[str(axis)] for axis in term) for term in spec.terms)
     sizes = tuple((names[axis], size) for axis, size in spec.sizes)
     return dataclasses.replace(op, spec=Spec(tuple(inputs), output, sizes))
