@@ -18,7 +18,7 @@ import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,15 @@ from torch import Tensor
 from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
+from planner.backends.torch.contexts.modes import transformed, watched
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
-from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
+from planner.language.dtypes import itemsize
+from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.program.calls import shape_in
 from planner.program.forms import ProductForm, product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Step
@@ -46,8 +48,9 @@ Run = Callable[..., Tensor]
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
-INDEXED = {"take": "segment sum", "segment sum": "take"}
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, *INDEXED)
+INDEXED = {"take": "segment sum", "segment sum": "take", "take, segment sum": "take, segment sum"}
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM,
+          "take, multiply, add", *INDEXED)  # fmt: skip
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
 # computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
@@ -55,7 +58,9 @@ MOST_NATIVE_SECONDS = 2e-4
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
-COMPOSED = ("diagonal", "multiply, sum")
+COMPOSED = ("diagonal", "multiply, sum", "take, multiply, add")
+# Dtypes that torch adds up by index in that dtype.
+_ADDED = ("float32", "float64", "complex64", "complex128")
 _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
@@ -69,6 +74,8 @@ def compile_native(
     index: Mapping[Any, Any] = MappingProxyType({}),
     kept: list[int] | None = None,
     rows: Mapping[Spec, str] = MappingProxyType({}),
+    wraps: bool = False,
+    unchecked: list[Spec] | None = None,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -84,6 +91,8 @@ def compile_native(
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
         kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
         rows: the implementation of each step of the forward program, by the step's spec.
+        wraps: whether negative indices count from the end.
+        unchecked: where steps are entered whose calls read another row, or none, for an index out of range.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -91,7 +100,7 @@ def compile_native(
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows).compile(tree)
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, unchecked).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -113,6 +122,8 @@ class _Compiler:
     pair: bool
     kept: list[int] | None
     rows: Mapping[Spec, str]
+    wraps: bool
+    unchecked: list[Spec] | None
 
     def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -155,6 +166,10 @@ class _Compiler:
                 return (lambda xs, _=None: step(inner(xs), xs[-1])), result
             return (lambda xs, _=None: step(inner(xs))), result
         (left, _), (right, _) = parts
+        if tree.op.spec.gathers:
+            if tree.order == (1, 0):
+                return (lambda xs, _=None: (lambda second: step(left(xs), second, xs[-1]))(right(xs))), result
+            return (lambda xs, _=None: step(left(xs), right(xs), xs[-1])), result
         if all(isinstance(child, Leaf) for child in tree.children):
             i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
             if self.pair and (i, j) == (0, 1):
@@ -170,6 +185,14 @@ class _Compiler:
         That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
         """
         kind = stock_kind(op)
+        if self.chosen is not None and self.rows.get(op.spec) == MULTIPLY_SUM:
+            for number, x in enumerate(standins):
+                gradient = transpose(op.spec, number)
+                form = product_form(gradient)
+                wanted = MULTIPLY_SUM if form is not None and form.contracted else "multiply"
+                if x.requires_grad and self.chosen.get(gradient) != wanted:
+                    return False
+            return True
         if self.chosen is None or kind not in ("multiply", *INDEXED):
             return True
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
@@ -188,36 +211,71 @@ class _Compiler:
         whether the first input is an operand.
         """
         spec = op.spec
-        if stock_kind(op) in INDEXED:
-            gathered = _gathered(spec, standins[0])
-            if gathered is not None:  # autograd keeps what elements are gathered of
-                return gathered if of_operand or self.chosen is None else None
-            # Through several dimensions at once torch goes by an index array of its own; it adds up wide half types.
-            direct = len(spec.gathers) == 1 and all(len(indexed_dims(term)) <= 1 for term in spec.terms)
-            if self.chosen is not None and not (direct and op.dtype not in HALF_TYPES):
-                return None
-            shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
+        kind = stock_kind(op)
+        if spec.gathers:
+            made = self._indexed(op, standins[0], of_operand) if kind in INDEXED else None
+            # `x[q, r]` takes negative indices to count from the end, and a flat index may be that of another row.
+            several = any(len(indexed_dims(term)) > 1 for term in spec.terms)
+            if several and self.unchecked is not None and not (made and self.wraps):
+                self.unchecked.append(spec)
+            if made is not None or self.chosen is not None:
+                return made
+            run, shapes = evaluation(OPS, spec), {gather: spec.shape(gather.axes) for gather in spec.gathers}
             arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
-            take = evaluation(OPS, spec)
-            return (lambda x, index: take((x,), index, False)), evaluation(self.stride_ops, spec)(
-                standins, arrays, False
-            )
+            result = evaluation(self.stride_ops, spec)(standins, arrays, False)
+            return (lambda *inputs: run(inputs[:-1], inputs[-1], False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
-            if self.chosen is not None:
-                return None
             order = summed_axes(spec)
-            summed = Strided(spec.shape(order), row_major(spec.shape(order)))
+            shape, copied = spec.shape(order), any(x.copied for x in standins)
+            summed = Strided(shape, row_major(shape), any(x.requires_grad for x in standins), copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
-        if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
+        if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
             calls = matrix_product(form, spec) or self._einsum(spec, standins, result)
             return calls or OPS.product(form, spec), result
-        if stock_kind(op) == "multiply" and (product := self._einsum(spec, standins, result)):
-            return product, result
+        if kind == "multiply":
+            form = product_form(spec)
+            assert form is not None
+            return self._einsum(spec, standins, result) or OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _indexed(self, op: Op, x: Strided, of_operand: bool) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
+
+        Return None if a diagonal is taken, if it sums or repeats, if the result would lie in another order than that of
+        the stock evaluation, or if autograd would keep more than the index arrays.
+        """
+        spec, recorded = op.spec, self.chosen is not None
+        terms = [term if term_gathers(term) else None for term in spec.terms]
+        reads, writes = (None if term is None else _rows_of(term, spec) for term in terms)
+        if any(term is not None and rows is None for term, rows in zip(terms, (reads, writes), strict=True)):
+            return None
+        if op.dtype not in _ADDED or (recorded and reads and reads.keeps and not of_operand):
+            return None
+        axes = reads.axes if reads else plain_axes(spec.inputs[0])
+        wanted = writes.axes if writes else plain_axes(spec.output)
+        if sorted(axes) != sorted(wanted) or len({*axes}) < len(axes):
+            return None
+        shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
+        arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
+        result = evaluation(self.stride_ops, spec)([x], arrays, False)
+        order = [axes.index(e) for e in wanted]
+        middle = STRIDE_OPS.permute(reads.taken(x) if reads else x, order)
+        if (middle.strides != result.strides) if writes is None else middle.copied:
+            return None
+        arrange = viewing(OPS.permute, order, (1,) * len(order))
+        if writes is None:
+            assert reads is not None
+            take = reads.take
+            return (take if order == sorted(order) else lambda x, index: arrange(take(x, index))), result
+        add = writes.add
+        if reads is None:
+            return (lambda x, index: add(arrange(x), index)), result
+        read = reads.take
+        return (lambda x, index: add(arrange(read(x, index)), index)), result
 
     def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
@@ -290,27 +348,121 @@ def _count_views(form: ProductForm, spec: Spec) -> int:
     return count
 
 
-def _gathered(spec: Spec, x: Strided) -> tuple[Callable[..., Tensor], Strided] | None:
-    """Return what `_Compiler._step` does for a take of elements, such as `nkq[n] -> nk`; None for other steps.
+class _Rows(NamedTuple):
+    """How torch reads and writes through the brackets of a term, without an index array of its own.
 
-    The index array is viewed as large as the operand. An index of rows `(n, q[n])` would be an array of its own.
+    Attributes:
+        axes: the axes of what is taken, and of what is added up.
+        take: takes rows of a tensor, by the index arrays.
+        add: adds values into zeros, by the index arrays.
+        taken: the stand-in of what is taken of a stand-in.
+        keeps: whether autograd keeps the tensor that rows are taken of.
     """
-    (term,) = spec.inputs
-    left = plain_axes(term)
-    if len(term_gathers(term)) != 1 or len(set(left)) < len(left) or {*left} != {*spec.output}:
+
+    axes: tuple[str, ...]
+    take: Callable[[Tensor, Mapping[Any, Tensor]], Tensor]
+    add: Callable[[Tensor, Mapping[Any, Tensor]], Tensor]
+    taken: Callable[[Strided], Strided]
+    keeps: bool = False
+
+
+def _rows_of(term: Term, spec: Spec) -> _Rows | None:
+    """Return how torch reads and writes through the brackets of a term; None if it takes more than that."""
+    gathers, plain = term_gathers(term), plain_axes(term)
+    if any(len({*axes}) < len(axes) for axes in (plain, *(gather.axes for gather in gathers))):
         return None
-    (gather,) = term_gathers(term)
-    if left[: len(gather.axes)] != gather.axes or len(spec.output) != len(left):
-        return None
-    dim = term.index(gather)
-    view = viewing(OPS.permute, range(len(gather.axes)), [int(e in gather.axes) for e in term])
-    order = [left.index(str(e)) for e in spec.output]
-    arrange = viewing(OPS.permute, order, (1,) * len(order))
+    if {*plain} & {*term_axes(gathers)}:
+        return _elements_of(term, spec) if len(gathers) == 1 else None
+    return _slices_of(term, spec)
+
+
+def _slices_of(term: Term, spec: Spec) -> _Rows:
+    """Return how torch reads and writes rows, such as those of `s[e]c`, or of `s[e]d[e]`."""
+    gathers = term_gathers(term)
+    (first, *others), rows, rank = gathers, term_axes(gathers), len(gathers[0].axes)
+    dims = [d for d, e in enumerate(term) if isinstance(e, Gather)]
+    order = [*dims, *(d for d in range(len(term)) if d not in dims)]
+    arranged: Term = tuple(term[d] for d in order)
+    back = [order.index(d) for d in range(len(term))]
+    moves, shape = order != back or order != sorted(order), spec.shape(rows)
+    views = [
+        viewing(OPS.permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
+        for g in gathers
+    ]
+
+    def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
+        return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
 
     def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        shape = list(x.shape)
-        shape[dim] = 1
-        return arrange(x.gather(dim, view(index[gather]).expand(shape)).squeeze(dim))
+        if moves:
+            x = x.permute(order)
+        if others:
+            return x[indices(index)]
+        q = index[first]
+        if rank == 1:
+            return x.index_select(0, q)
+        return x.index_select(0, q.reshape(-1)).reshape((*q.shape, *x.shape[1:]))
 
-    shape = spec.shape(left)
-    return take, STRIDE_OPS.permute(Strided(shape, row_major(shape), x.requires_grad, x.copied), order)
+    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        sizes = shape_in(index, spec, arranged)
+        if others:
+            out = values.new_zeros(sizes)
+            put = out.index_put if transformed() or watched() else out.index_put_
+            out = put(indices(index), values, accumulate=True)
+        else:
+            out = OPS.add_at(sizes, [index[first]], values)
+        return out.permute(back) if moves else out
+
+    def taken(x: Strided) -> Strided:
+        x = STRIDE_OPS.permute(x, order)
+        if not others:
+            return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
+        arrays = [
+            view(Strided(each, row_major(each)))
+            for view, each in zip(views, map(spec.shape, (g.axes for g in gathers)), strict=True)
+        ]
+        return STRIDE_OPS.take_by(x, arrays)
+
+    return _Rows((*rows, *plain_axes(term)), take, add, taken)
+
+
+def _elements_of(term: Term, spec: Spec) -> _Rows:
+    """Return how torch reads and writes elements, such as those of `n k q[n]`, or of `b s[bn] c`.
+
+    The index array is viewed as large as what is taken.
+    """
+    (gather,) = term_gathers(term)
+    dim = term.index(gather)
+    own = [axis for axis in gather.axes if axis not in term]
+    order = [
+        gather.axes.index(str(e)) for each in term for e in ([each] if each != gather else own) if e in gather.axes
+    ]
+    view = viewing(OPS.permute, order, [len(own) if e == gather else int(e in gather.axes) for e in term])
+    axes = tuple(str(e) for each in term for e in ([each] if each != gather else own))
+    places = [gather.axes.index(e) for e in own]
+
+    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        q, shape = index[gather], list(x.shape)
+        wide = view(q)
+        shape[dim] = wide.shape[dim]
+        x = x.gather(dim, wide.expand(shape))
+        if len(own) == 1:
+            return x
+        shape[dim : dim + 1] = [q.shape[d] for d in places]
+        return x.reshape(shape)
+
+    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        wide = view(index[gather])
+        if len(own) != 1:
+            shape = list(values.shape)
+            shape[dim : dim + len(own)] = [wide.shape[dim]]
+            values = values.reshape(shape)
+        out = values.new_zeros(shape_in(index, spec, term))
+        add = out.scatter_add if transformed() or watched() else out.scatter_add_
+        return add(dim, wide.expand(values.shape), values)
+
+    def taken(x: Strided) -> Strided:
+        shape = spec.shape(axes)
+        return Strided(shape, row_major(shape), x.requires_grad, x.copied)
+
+    return _Rows(axes, take, add, taken, keeps=True)

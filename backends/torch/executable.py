@@ -172,7 +172,10 @@ class Executable:
     @cached_property
     def reads_unread(self) -> bool:
         """Whether steps compute with rows of operands that no index names, where NaN must not count."""
-        return any(isinstance(node.op, Guard) and node.op.rows is not None for node in nodes_of(self.guarded_tree))
+        program = self.programs.forward.steps
+        # A backward pass by torch has no guards of its own, so there the tree has guards for both passes.
+        ops = [node.op for node in (nodes_of(self.guarded_tree) if self.programs.backward else program)]
+        return any(isinstance(op, Guard) and op.rows is not None for op in ops)
 
     @cached_property
     def run_forward(self) -> RunProgram:
