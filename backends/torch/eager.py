@@ -18,23 +18,22 @@ import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation, viewing
+from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.contexts.modes import transformed, watched
+from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
-from planner.program.calls import shape_in
+from planner.language.spec import Spec, indexed_dims
 from planner.program.forms import ProductForm, product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Step
@@ -47,8 +46,6 @@ Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-# Steps that read or write through index arrays, and what torch computes the gradient of one by.
-INDEXED = {"take": "segment sum", "segment sum": "take", "take, segment sum": "take, segment sum"}
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM,
           "take, multiply, add", *INDEXED)  # fmt: skip
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
@@ -59,8 +56,6 @@ MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum", "take, multiply, add")
-# Dtypes that torch adds up by index in that dtype.
-_ADDED = ("float32", "float64", "complex64", "complex128")
 _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
@@ -212,18 +207,15 @@ class _Compiler:
         """
         spec = op.spec
         kind = stock_kind(op)
-        if spec.gathers:
-            made = self._indexed(op, standins[0], of_operand) if kind in INDEXED else None
-            # `x[q, r]` takes negative indices to count from the end, and a flat index may be that of another row.
-            several = any(len(indexed_dims(term)) > 1 for term in spec.terms)
-            if several and self.unchecked is not None and not (made and self.wraps):
+        if kind in INDEXED:
+            return self._indexed(op, standins[0], of_operand)
+        if spec.gathers:  # without gradients
+            if self.unchecked is not None:
                 self.unchecked.append(spec)
-            if made is not None or self.chosen is not None:
-                return made
-            run, shapes = evaluation(OPS, spec), {gather: spec.shape(gather.axes) for gather in spec.gathers}
+            shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
             arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
-            result = evaluation(self.stride_ops, spec)(standins, arrays, False)
-            return (lambda *inputs: run(inputs[:-1], inputs[-1], False)), result
+            result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
+            return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             order = summed_axes(spec)
             shape, copied = spec.shape(order), any(x.copied for x in standins)
@@ -245,37 +237,24 @@ class _Compiler:
     def _indexed(self, op: Op, x: Strided, of_operand: bool) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
 
-        Return None if a diagonal is taken, if it sums or repeats, if the result would lie in another order than that of
-        the stock evaluation, or if autograd would keep more than the index arrays.
+        Return None if autograd would keep more than the index arrays.
         """
         spec, recorded = op.spec, self.chosen is not None
-        terms = [term if term_gathers(term) else None for term in spec.terms]
-        reads, writes = (None if term is None else _rows_of(term, spec) for term in terms)
-        if any(term is not None and rows is None for term, rows in zip(terms, (reads, writes), strict=True)):
-            return None
-        if op.dtype not in _ADDED or (recorded and reads and reads.keeps and not of_operand):
-            return None
-        axes = reads.axes if reads else plain_axes(spec.inputs[0])
-        wanted = writes.axes if writes else plain_axes(spec.output)
-        if sorted(axes) != sorted(wanted) or len({*axes}) < len(axes):
-            return None
         shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
         arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
         result = evaluation(self.stride_ops, spec)([x], arrays, False)
-        order = [axes.index(e) for e in wanted]
-        middle = STRIDE_OPS.permute(reads.taken(x) if reads else x, order)
-        if (middle.strides != result.strides) if writes is None else middle.copied:
-            return None
-        arrange = viewing(OPS.permute, order, (1,) * len(order))
-        if writes is None:
-            assert reads is not None
-            take = reads.take
-            return (take if order == sorted(order) else lambda x, index: arrange(take(x, index))), result
-        add = writes.add
-        if reads is None:
-            return (lambda x, index: add(arrange(x), index)), result
-        read = reads.take
-        return (lambda x, index: add(arrange(read(x, index)), index)), result
+        calls = indexed_calls(op)
+        lies_alike = calls is not None and calls.result(x).strides == result.strides
+        several = any(len(indexed_dims(term)) > 1 for term in spec.terms)
+        # `x[q, r]` takes negative indices to count from the end, and a flat index may be that of another row.
+        if several and self.unchecked is not None and not (lies_alike and self.wraps):
+            self.unchecked.append(spec)
+        if calls is None or not lies_alike:
+            run = evaluation(OPS, spec)
+            return None if recorded else ((lambda x, index: run((x,), index, False)), result)
+        if recorded:
+            return None if calls.keeps and not of_operand else (calls.run, result)
+        return calls.flat_if_many(checks=True), result
 
     def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
@@ -346,123 +325,3 @@ def _count_views(form: ProductForm, spec: Spec) -> int:
         count += tuple(axis for group in groups for axis in group) != term
         count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
     return count
-
-
-class _Rows(NamedTuple):
-    """How torch reads and writes through the brackets of a term, without an index array of its own.
-
-    Attributes:
-        axes: the axes of what is taken, and of what is added up.
-        take: takes rows of a tensor, by the index arrays.
-        add: adds values into zeros, by the index arrays.
-        taken: the stand-in of what is taken of a stand-in.
-        keeps: whether autograd keeps the tensor that rows are taken of.
-    """
-
-    axes: tuple[str, ...]
-    take: Callable[[Tensor, Mapping[Any, Tensor]], Tensor]
-    add: Callable[[Tensor, Mapping[Any, Tensor]], Tensor]
-    taken: Callable[[Strided], Strided]
-    keeps: bool = False
-
-
-def _rows_of(term: Term, spec: Spec) -> _Rows | None:
-    """Return how torch reads and writes through the brackets of a term; None if it takes more than that."""
-    gathers, plain = term_gathers(term), plain_axes(term)
-    if any(len({*axes}) < len(axes) for axes in (plain, *(gather.axes for gather in gathers))):
-        return None
-    if {*plain} & {*term_axes(gathers)}:
-        return _elements_of(term, spec) if len(gathers) == 1 else None
-    return _slices_of(term, spec)
-
-
-def _slices_of(term: Term, spec: Spec) -> _Rows:
-    """Return how torch reads and writes rows, such as those of `s[e]c`, or of `s[e]d[e]`."""
-    gathers = term_gathers(term)
-    (first, *others), rows, rank = gathers, term_axes(gathers), len(gathers[0].axes)
-    dims = [d for d, e in enumerate(term) if isinstance(e, Gather)]
-    order = [*dims, *(d for d in range(len(term)) if d not in dims)]
-    arranged: Term = tuple(term[d] for d in order)
-    back = [order.index(d) for d in range(len(term))]
-    moves, shape = order != back or order != sorted(order), spec.shape(rows)
-    views = [
-        viewing(OPS.permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
-        for g in gathers
-    ]
-
-    def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
-        return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
-
-    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        if moves:
-            x = x.permute(order)
-        if others:
-            return x[indices(index)]
-        q = index[first]
-        if rank == 1:
-            return x.index_select(0, q)
-        return x.index_select(0, q.reshape(-1)).reshape((*q.shape, *x.shape[1:]))
-
-    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        sizes = shape_in(index, spec, arranged)
-        if others:
-            out = values.new_zeros(sizes)
-            put = out.index_put if transformed() or watched() else out.index_put_
-            out = put(indices(index), values, accumulate=True)
-        else:
-            out = OPS.add_at(sizes, [index[first]], values)
-        return out.permute(back) if moves else out
-
-    def taken(x: Strided) -> Strided:
-        x = STRIDE_OPS.permute(x, order)
-        if not others:
-            return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
-        arrays = [
-            view(Strided(each, row_major(each)))
-            for view, each in zip(views, map(spec.shape, (g.axes for g in gathers)), strict=True)
-        ]
-        return STRIDE_OPS.take_by(x, arrays)
-
-    return _Rows((*rows, *plain_axes(term)), take, add, taken)
-
-
-def _elements_of(term: Term, spec: Spec) -> _Rows:
-    """Return how torch reads and writes elements, such as those of `n k q[n]`, or of `b s[bn] c`.
-
-    The index array is viewed as large as what is taken.
-    """
-    (gather,) = term_gathers(term)
-    dim = term.index(gather)
-    own = [axis for axis in gather.axes if axis not in term]
-    order = [
-        gather.axes.index(str(e)) for each in term for e in ([each] if each != gather else own) if e in gather.axes
-    ]
-    view = viewing(OPS.permute, order, [len(own) if e == gather else int(e in gather.axes) for e in term])
-    axes = tuple(str(e) for each in term for e in ([each] if each != gather else own))
-    places = [gather.axes.index(e) for e in own]
-
-    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        q, shape = index[gather], list(x.shape)
-        wide = view(q)
-        shape[dim] = wide.shape[dim]
-        x = x.gather(dim, wide.expand(shape))
-        if len(own) == 1:
-            return x
-        shape[dim : dim + 1] = [q.shape[d] for d in places]
-        return x.reshape(shape)
-
-    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        wide = view(index[gather])
-        if len(own) != 1:
-            shape = list(values.shape)
-            shape[dim : dim + len(own)] = [wide.shape[dim]]
-            values = values.reshape(shape)
-        out = values.new_zeros(shape_in(index, spec, term))
-        add = out.scatter_add if transformed() or watched() else out.scatter_add_
-        return add(dim, wide.expand(values.shape), values)
-
-    def taken(x: Strided) -> Strided:
-        shape = spec.shape(axes)
-        return Strided(shape, row_major(shape), x.requires_grad, x.copied)
-
-    return _Rows(axes, take, add, taken, keeps=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_work, stock_rows
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
-from planner.backends.torch.indexed_rows import indexed_rows
+from planner.backends.torch.indexed_rows import INDEXED, indexed_calls, indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
@@ -33,7 +34,7 @@ from planner.kernels.grouping import torch_grouping
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm, PooledForm, pooled_form
-from planner.program.implementations import Implementation, Table
+from planner.program.implementations import Implementation, PreparedRun, Run, Table
 from planner.program.ops import JointGradient, Op
 
 __all__ = ["make_table"]
@@ -180,4 +181,22 @@ def make_table() -> Table:
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
+    stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
     return Table([*stock, *product_rows(), *grouped, *on_card])
+
+
+def _indexed(row: Implementation) -> Implementation:
+    """Return a stock row that reads or writes rows by torch's own calls, as long as no index may mean "no row"."""
+
+    def prepare(op: Op) -> Run:
+        run, calls = row.prepared(op), indexed_calls(op)
+        if calls is None:
+            return run
+        step = calls.flat_if_many()
+
+        def run_step(inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+            return run(inputs, index) if getattr(index, "may_drop", True) else (step(inputs[0], index),)
+
+        return run_step
+
+    return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
