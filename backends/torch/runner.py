@@ -12,6 +12,7 @@ arguments of their derivatives. Then the Function runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -67,6 +68,7 @@ __all__ = ["family_runner", "kept_copies", "runner", "symbol_runner"]
 # Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
 # operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
 MOST_COPYING_SECONDS = 1e-3
+_NOTHING: Any = contextlib.nullcontext()
 
 
 def runner(plan: PlanRecord, table: Table) -> RunPlan:
@@ -189,18 +191,17 @@ class _Indexed:
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         executable, member = self.executable, self.member
         index: _Index | RangedIndices | None = None
-        if usual(*operands):
+        if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
             # Hooks would see what autograd saves before an index is refused.
             trusts = self.trusts and not (self.records and hooked())
-            index = _as_read(executable, member, operands, indices, trusts)
+            looks = inside is not operands and (executable.reads_unread or not trusts)
+            with below_transforms() if looks else _NOTHING:
+                index = _as_read(executable, member, inside, indices, trusts)
             if index is not None and trusts:
                 try:
                     return self.native([*executable.views(operands, member), index])
                 except (IndexError, RuntimeError):  # an index out of range, or a negative one
                     index = None
-        elif (inside := under_grads(*operands)) is not None:
-            with below_transforms():
-                index = _as_read(executable, member, inside, indices)
         elif _as_usual(operands) and not any(map(unseen, operands)):
             index = _as_read(executable, member, operands, indices)
         elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
