@@ -26,7 +26,7 @@ from torch import Tensor
 from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
+from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
@@ -35,11 +35,11 @@ from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
 from planner.program.forms import ProductForm, product_form
-from planner.program.ops import Cast, Op
+from planner.program.ops import Cast, Op, joint_elements
 from planner.program.program import Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
-__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "compile_native"]
+__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "Reads", "compile_native"]
 
 # A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
@@ -60,6 +60,20 @@ _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
 
+@dataclasses.dataclass(slots=True)
+class Reads:
+    """What native calls ask of index arrays.
+
+    Attributes:
+        checked: whether the calls themselves refuse each index out of range.
+        most: how many indices an array may have. Of more, torch adds up gradients on several cores, in any order. None
+            if any number will do.
+    """
+
+    checked: bool = True
+    most: int | None = None
+
+
 def compile_native(
     tree: Tree,
     operands: Sequence[Strided],
@@ -70,7 +84,7 @@ def compile_native(
     kept: list[int] | None = None,
     rows: Mapping[Spec, str] = MappingProxyType({}),
     wraps: bool = False,
-    unchecked: list[Spec] | None = None,
+    reads: Reads | None = None,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -87,7 +101,7 @@ def compile_native(
         kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
         rows: the implementation of each step of the forward program, by the step's spec.
         wraps: whether negative indices count from the end.
-        unchecked: where steps are entered whose calls read another row, or none, for an index out of range.
+        reads: where it enters what it finds out about index arrays.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -95,7 +109,8 @@ def compile_native(
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, unchecked).compile(tree)
+    reads = reads or Reads()
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -118,7 +133,7 @@ class _Compiler:
     kept: list[int] | None
     rows: Mapping[Spec, str]
     wraps: bool
-    unchecked: list[Spec] | None
+    reads: Reads
 
     def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -210,8 +225,7 @@ class _Compiler:
         if kind in INDEXED:
             return self._indexed(op, standins[0], of_operand)
         if spec.gathers:  # without gradients
-            if self.unchecked is not None:
-                self.unchecked.append(spec)
+            self.reads.checked = False
             shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
             arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
             result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
@@ -247,12 +261,15 @@ class _Compiler:
         lies_alike = calls is not None and calls.result(x).strides == result.strides
         several = any(len(indexed_dims(term)) > 1 for term in spec.terms)
         # `x[q, r]` takes negative indices to count from the end, and a flat index may be that of another row.
-        if several and self.unchecked is not None and not (lies_alike and self.wraps):
-            self.unchecked.append(spec)
+        self.reads.checked &= not several or (lies_alike and self.wraps)
         if calls is None or not lies_alike:
             run = evaluation(OPS, spec)
             return None if recorded else ((lambda x, index: run((x,), index, False)), result)
         if recorded:
+            if several and not calls.keeps:  # by `index_put`
+                rows = max(math.prod(shape) for shape in shapes.values())
+                most = MOST_PUT * max(1, rows) // max(1, joint_elements(spec))
+                self.reads.most = most if self.reads.most is None else min(self.reads.most, most)
             return None if calls.keeps and not of_operand else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 

@@ -51,7 +51,7 @@ from planner.program.forms import RowsForm, TakenForm, rows_form, taken_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
-__all__ = ["INDEXED", "IndexedCalls", "indexed_calls", "indexed_rows"]
+__all__ = ["INDEXED", "MOST_PUT", "IndexedCalls", "indexed_calls", "indexed_rows"]
 
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
 INDEXED = {"take": "segment sum", "segment sum": "take", "take, segment sum": "take, segment sum"}
@@ -60,6 +60,8 @@ _ADDED = ("float32", "float64", "complex64", "complex128")
 # Up to so many indices torch goes faster through several dimensions by several index arrays than by one flat index: 64
 # pairs took 2.1 us for 3.9, 1,000 took 4.4 for 4.9, and 10,000 took 25 for 13 (AMD EPYC, torch 2.13, 2026-11-25).
 _FEW = 1_024
+# `index_put` adds up so many floats on several cores, in any order.
+MOST_PUT = 1 << 15
 
 
 def indexed_rows() -> list[Implementation]:
@@ -272,7 +274,8 @@ class IndexedCalls(NamedTuple):
         gathers, flat = spec.gathers, evaluation(OPS, spec)
 
         def run(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-            if x.is_cpu and not is_recorded(x) and all([index[gather].numel() <= _FEW for gather in gathers]):
+            few = x.is_cpu and not is_recorded(x) and x.numel() < MOST_PUT
+            if few and all([index[gather].numel() <= _FEW for gather in gathers]):
                 return direct(x, index)
             for gather in gathers if checks else ():
                 low, high = torch.aminmax(index[gather])

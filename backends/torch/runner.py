@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -45,7 +46,7 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, Reads, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
@@ -54,7 +55,7 @@ from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
-from planner.language.spec import Gather, Spec
+from planner.language.spec import Gather
 from planner.program.calls import Member, RangedIndices
 from planner.program.contraction import Contraction
 from planner.program.implementations import RunPlan, Table
@@ -147,11 +148,11 @@ class _Native(NamedTuple):
 
     Attributes:
         run: takes the operands without their broadcast dimensions, and after them the index arrays.
-        trusts: whether the calls themselves refuse each index out of range.
+        reads: what the calls ask of index arrays.
     """
 
     run: Callable[..., Tensor]
-    trusts: bool
+    reads: Reads
 
 
 def _runs(native: _Native | None, executable: Executable) -> RunPlan:
@@ -181,16 +182,18 @@ class _Indexed:
             first runs as usual.
     """
 
-    __slots__ = ("executable", "member", "native", "records", "trusts")
+    __slots__ = ("executable", "member", "most", "native", "records", "trusts")
 
     def __init__(self, native: _Native, executable: Executable, member: Member | None = None) -> None:
-        self.native, self.trusts = native
+        self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
         self.executable, self.member = executable, member
         self.records = executable.programs.backward is not None
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         executable, member = self.executable, self.member
         index: _Index | RangedIndices | None = None
+        if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
+            return _run(self._own(), operands, indices)
         if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
             # Hooks would see what autograd saves before an index is refused.
             trusts = self.trusts and not (self.records and hooked())
@@ -347,7 +350,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
-        return _Native(lambda views, _=None: views[0].view_as(views[0]), True)
+        return _Native(lambda views, _=None: views[0].view_as(views[0]), Reads())
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
     under_transform = transformed()  # there steps behave as they do when autograd records
@@ -360,8 +363,8 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     compiled: Any = partial(
         compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept, rows=rows, wraps=wraps
     )
-    unchecked: list[Spec] = []
-    native = compiled(unchecked=unchecked)
+    reads = Reads()
+    native = compiled(reads=reads)
     if native is None:
         return None
     show = lru_cache(maxsize=1)(partial(compiled, named_native))  # compiled when a profiler is on first
@@ -381,7 +384,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
         result: Tensor = native(views)
         return result
 
-    return _Native(run, not unchecked)
+    return _Native(run, reads)
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
