@@ -274,10 +274,10 @@ class IndexedCalls(NamedTuple):
         gathers, flat = spec.gathers, evaluation(OPS, spec)
 
         def run(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-            few = x.is_cpu and not is_recorded(x) and x.numel() < MOST_PUT
-            if few and all([index[gather].numel() <= _FEW for gather in gathers]):
+            seen = x.is_cpu and not is_recorded(x)  # what a compiler records has index arrays in range
+            if seen and x.numel() < MOST_PUT and all([index[gather].numel() <= _FEW for gather in gathers]):
                 return direct(x, index)
-            for gather in gathers if checks else ():
+            for gather in gathers if checks and seen else ():
                 low, high = torch.aminmax(index[gather])
                 if int(low) < 0 or int(high) >= size_in(index, spec, gather):
                     raise IndexError
