@@ -269,8 +269,8 @@ CONTEXTS = {
 
 # Torch itself goes backward through these products, as through its own: in autocast it rounds.
 NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "chain",
-          "measured chain", "gathered product", "measured gather", "message passing")  # fmt: skip
-ROUNDED = [(name, "autocast, backward") for name in NATIVE]
+          "measured chain", "gathered product", "measured gather")  # fmt: skip
+ROUNDED = [(name, "autocast, backward") for name in (*NATIVE, "message passing")]
 
 
 def by_torch(plan, indices):

@@ -1,7 +1,6 @@
 """Tools of torch that look at programs, or keep what they save: counters, profilers, checkpoints, hooks."""
 
 import contextlib
-import dataclasses
 import itertools
 from functools import partial
 
