@@ -174,8 +174,8 @@ def test_an_index_that_nothing_is_read_through_is_checked_all_the_same(spec, sha
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_what_is_not_finite_stays_with_what_asked_for_it(dtype):
     spec = "bqd, b i[bqk] d -> bqk"
-    query, pool = (torch.randint(-2, 3, (1, n, 32)).to(dtype) for n in (200, 100))
-    i = torch.randint(0, 98, (1, 200, 60))
+    query, pool = (torch.randint(-2, 3, (1, n, 32)).to(dtype) for n in (400, 100))
+    i = torch.randint(0, 98, (1, 400, 60))
     i[0, 5, 7] = 99
     pool[0, 98:], query[0, 9] = torch.nan, torch.inf  # row 98 is not asked for, row 99 by query 5
     query.requires_grad_(), pool.requires_grad_()
@@ -189,11 +189,11 @@ def test_what_is_not_finite_stays_with_what_asked_for_it(dtype):
 
 @pytest.mark.parametrize("needs", [False, True])
 def test_scores_of_a_whole_pool_check_each_index(needs):
-    i = np.random.default_rng(0).integers(-50, 50, (3, 60, 40))
+    i = np.random.default_rng(0).integers(-50, 50, (3, 200, 40))
     far = np.where(i % 7, i, 3 * i)
     for mode in MODES:
         problem = Problem(
-            "bqd, b i[bqk] d -> bqk", ((3, 60, 32), (3, 50, 32)), indices={"i": i if mode == "raise" else far},
+            "bqd, b i[bqk] d -> bqk", ((3, 200, 32), (3, 50, 32)), indices={"i": i if mode == "raise" else far},
             index_mode=mode, requires_grad=(needs, needs),
         )  # fmt: skip
         operands, indices = ENGINE.operands(problem), ENGINE.indices(problem)

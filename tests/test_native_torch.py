@@ -91,3 +91,79 @@ def test_products_without_gradients_that_need_views_are_one_call(monkeypatch):
     assert torch.equal(found, torch.einsum("BTKGH,BSKH->BTKGS", *operands))
     planner.contract("ij,jk->ik", integers(3, 4), integers(4, 5))
     assert len(equations) == 1, "`mm` needs no view"
+
+
+# Specs, shapes of operands, `sizes=`, and shapes of index arrays with the size of what they index.
+GATHERS = {
+    "rows of two operands": ("s[e]c, d[e]c -> e", [(9, 5), (8, 5)], None, {"s": ((6,), 9), "d": ((6,), 8)}),
+    "pairs of axes": ("f[nk]d, g[nj]d -> nkj", [(4, 3), (5, 3)], None, {"f": ((6, 2), 4), "g": ((6, 3), 5)}),
+    "a take along a batch": ("b s[bn] c, cd -> bnd", [(2, 7, 3), (3, 4)], None, {"s": ((2, 5), 7)}),
+    "a sum along a batch": ("bnc, bn -> b d[bn] c", [(2, 5, 3), (2, 5)], {"d": 4}, {"d": ((2, 5), 4)}),
+    "sums of products": ("bqhd, b i[bqk] hd -> bqhk", [(2, 3, 2, 4), (2, 5, 2, 4)], None, {"i": ((2, 3, 2), 5)}),
+    "a take, added up": ("s[e]c -> d[e]c", [(4, 3)], {"d": 5}, {"s": ((6,), 4), "d": ((6,), 5)}),
+}
+
+
+def gather_case(name):
+    spec, shapes, sizes, arrays = GATHERS[name]
+    indices = {letter: torch.randint(0, size, shape) for letter, (shape, size) in arrays.items()}
+    return spec, [integers(*shape, grad=True) for shape in shapes], {"sizes": sizes} if sizes else {}, indices
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_gathers_through_several_dimensions_have_the_derivatives_of_torch(name):
+    spec, operands, sizes, indices = gather_case(name)
+    found = planner.contract(spec, *operands, **indices, **sizes)
+    expected = planner.contract(spec, *operands, **indices, **sizes, memory_limit="1 GB")
+    assert "Contract" not in found.grad_fn.name()
+    assert "Contract" in expected.grad_fn.name()
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, gradients(found, operands), gradients(expected, operands)))
+
+
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("name", GATHERS)
+def test_operators_that_read_an_index_array_check_it(name, needs):
+    """Negative entries count from the end; others are refused with their place."""
+    spec, operands, sizes, indices = gather_case(name)
+    operands = [x.requires_grad_(needs) for x in (y.detach() for y in operands)]
+    expected = planner.contract(spec, *operands, **indices, **sizes)
+    for letter, (_, size) in GATHERS[name][3].items():
+        below = indices | {letter: indices[letter] - size}
+        assert torch.equal(planner.contract(spec, *operands, **below, **sizes), expected)
+        last = tuple(n - 1 for n in indices[letter].shape)
+        for bad in (size, -size - 1, 2**62):
+            wrong = indices | {letter: indices[letter].clone()}
+            wrong[letter][last] = bad
+            place = ", ".join(map(str, last))
+            with pytest.raises(planner.IndexRangeError, match=rf"'{letter}'\[{place}\] is {bad},"):
+                planner.contract(spec, *operands, **wrong, **sizes)
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_stand_ins_of_rows_lie_as_the_rows_do(name):
+    from planner.backends.torch.indexed_rows import indexed_calls
+    from planner.backends.torch.strides import Strided
+
+    spec, operands, sizes, indices = gather_case(name)
+    plan, seen = planner.plan(spec, *operands, **indices, **sizes, memory_limit="1 GB"), 0
+    for step in plan.programs.forward.steps + plan.programs.backward.steps:
+        calls = indexed_calls(step.op) if len(step.op.spec.inputs) == 1 else None
+        if calls is None:
+            continue
+        index = {gather: indices[gather.array] for gather in step.op.spec.gathers}
+        shape = step.op.input_shapes[0]
+        for x in (torch.zeros(shape), torch.zeros(shape[::-1]).permute(*reversed(range(len(shape))))):
+            made, result = calls.run(x, index), calls.result(Strided(x.shape, x.stride()))
+            assert made.shape == result.shape
+            assert all(n == 1 or a == b for n, a, b in zip(made.shape, made.stride(), result.strides, strict=True))
+            seen += 1
+    assert seen
+
+
+def test_gradients_of_many_pairs_are_added_up_in_order():
+    """Torch's `index_put` adds up 32,768 floats or more on several cores, in any order."""
+    for count, is_native in ((100, True), (40_000, False)):
+        x, rows = integers(8, 8, grad=True), torch.randint(0, 8, (count,))
+        found = planner.contract("s[e] d[e] -> e", x, s=rows, d=rows)
+        assert ("Contract" not in found.grad_fn.name()) == is_native

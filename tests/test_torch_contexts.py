@@ -45,7 +45,7 @@ CALLS = {
     "gather": ("q[n]j -> nj", [(3, None)], {"q": ((6,), 3)}, {}),
     "gathered product": ("nij, q[n]jk -> nik", [(6, 1, None), (3, None, 5)], {"q": ((6,), 3)}, {}),
     "grouped product": ("nij, q[n]jk -> kni", [(500, 2, 128), (4, 128, None)], {"q": ((500,), 4)}, {}),
-    "scores": ("bqd, b i[bqk] d -> bqk", [(3, 100, 32), (3, 40, 32)], {"i": ((3, 100, None), 40)}, {}),
+    "scores": ("bqd, b i[bqk] d -> bqk", [(3, 300, 32), (3, 40, 32)], {"i": ((3, 300, None), 40)}, {}),
     "loop": (
         "bij, bjk, bik -> bi", [(None, 20, 2), (None, 2, 20), (None, 20, 20)], {}, {"memory_limit": lambda n: 2020 * n},
     ),
@@ -270,7 +270,7 @@ CONTEXTS = {
 # Torch itself goes backward through these products, as through its own: in autocast it rounds.
 NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "chain",
           "measured chain", "gathered product", "measured gather")  # fmt: skip
-ROUNDED = [(name, "autocast, backward") for name in NATIVE]
+ROUNDED = [(name, "autocast, backward") for name in (*NATIVE, "message passing")]
 
 
 def by_torch(plan, indices):

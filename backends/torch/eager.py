@@ -23,31 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation, viewing
+from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
+from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
-from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
+from planner.language.dtypes import itemsize
+from planner.language.spec import Spec, indexed_dims
 from planner.program.forms import ProductForm, product_form
-from planner.program.ops import Cast, Op
+from planner.program.ops import Cast, Op, joint_elements
 from planner.program.program import Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
-__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "compile_native"]
+__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "Reads", "compile_native"]
 
 # A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-# Steps that read or write through index arrays, and what torch computes the gradient of one by.
-INDEXED = {"take": "segment sum", "segment sum": "take"}
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, *INDEXED)
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM,
+          "take, multiply, add", *INDEXED)  # fmt: skip
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
 # computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
@@ -55,9 +55,23 @@ MOST_NATIVE_SECONDS = 2e-4
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
-COMPOSED = ("diagonal", "multiply, sum")
+COMPOSED = ("diagonal", "multiply, sum", "take, multiply, add")
 _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
+
+
+@dataclasses.dataclass(slots=True)
+class Reads:
+    """What native calls ask of index arrays.
+
+    Attributes:
+        checked: whether the calls themselves refuse each index out of range.
+        most: how many indices an array may have. Of more, torch adds up gradients on several cores, in any order. None
+            if any number will do.
+    """
+
+    checked: bool = True
+    most: int | None = None
 
 
 def compile_native(
@@ -69,6 +83,8 @@ def compile_native(
     index: Mapping[Any, Any] = MappingProxyType({}),
     kept: list[int] | None = None,
     rows: Mapping[Spec, str] = MappingProxyType({}),
+    wraps: bool = False,
+    reads: Reads | None = None,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -84,6 +100,8 @@ def compile_native(
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
         kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
         rows: the implementation of each step of the forward program, by the step's spec.
+        wraps: whether negative indices count from the end.
+        reads: where it enters what it finds out about index arrays.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -91,7 +109,8 @@ def compile_native(
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows).compile(tree)
+    reads = reads or Reads()
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -113,6 +132,8 @@ class _Compiler:
     pair: bool
     kept: list[int] | None
     rows: Mapping[Spec, str]
+    wraps: bool
+    reads: Reads
 
     def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -155,6 +176,10 @@ class _Compiler:
                 return (lambda xs, _=None: step(inner(xs), xs[-1])), result
             return (lambda xs, _=None: step(inner(xs))), result
         (left, _), (right, _) = parts
+        if tree.op.spec.gathers:
+            if tree.order == (1, 0):
+                return (lambda xs, _=None: (lambda second: step(left(xs), second, xs[-1]))(right(xs))), result
+            return (lambda xs, _=None: step(left(xs), right(xs), xs[-1])), result
         if all(isinstance(child, Leaf) for child in tree.children):
             i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
             if self.pair and (i, j) == (0, 1):
@@ -170,6 +195,14 @@ class _Compiler:
         That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
         """
         kind = stock_kind(op)
+        if self.chosen is not None and self.rows.get(op.spec) == MULTIPLY_SUM:
+            for number, x in enumerate(standins):
+                gradient = transpose(op.spec, number)
+                form = product_form(gradient)
+                wanted = MULTIPLY_SUM if form is not None and form.contracted else "multiply"
+                if x.requires_grad and self.chosen.get(gradient) != wanted:
+                    return False
+            return True
         if self.chosen is None or kind not in ("multiply", *INDEXED):
             return True
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
@@ -188,36 +221,57 @@ class _Compiler:
         whether the first input is an operand.
         """
         spec = op.spec
-        if stock_kind(op) in INDEXED:
-            gathered = _gathered(spec, standins[0])
-            if gathered is not None:  # autograd keeps what elements are gathered of
-                return gathered if of_operand or self.chosen is None else None
-            # Through several dimensions at once torch goes by an index array of its own; it adds up wide half types.
-            direct = len(spec.gathers) == 1 and all(len(indexed_dims(term)) <= 1 for term in spec.terms)
-            if self.chosen is not None and not (direct and op.dtype not in HALF_TYPES):
-                return None
+        kind = stock_kind(op)
+        if kind in INDEXED:
+            return self._indexed(op, standins[0], of_operand)
+        if spec.gathers:  # without gradients
+            self.reads.checked = False
             shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
             arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
-            take = evaluation(OPS, spec)
-            return (lambda x, index: take((x,), index, False)), evaluation(self.stride_ops, spec)(
-                standins, arrays, False
-            )
+            result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
+            return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
-            if self.chosen is not None:
-                return None
             order = summed_axes(spec)
-            summed = Strided(spec.shape(order), row_major(spec.shape(order)))
+            shape, copied = spec.shape(order), any(x.copied for x in standins)
+            summed = Strided(shape, row_major(shape), any(x.requires_grad for x in standins), copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
-        if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
+        if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
             calls = matrix_product(form, spec) or self._einsum(spec, standins, result)
             return calls or OPS.product(form, spec), result
-        if stock_kind(op) == "multiply" and (product := self._einsum(spec, standins, result)):
-            return product, result
+        if kind == "multiply":
+            form = product_form(spec)
+            assert form is not None
+            return self._einsum(spec, standins, result) or OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _indexed(self, op: Op, x: Strided, of_operand: bool) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
+
+        Return None if autograd would keep more than the index arrays.
+        """
+        spec, recorded = op.spec, self.chosen is not None
+        shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
+        arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
+        result = evaluation(self.stride_ops, spec)([x], arrays, False)
+        calls = indexed_calls(op)
+        lies_alike = calls is not None and calls.result(x).strides == result.strides
+        several = any(len(indexed_dims(term)) > 1 for term in spec.terms)
+        # `x[q, r]` takes negative indices to count from the end, and a flat index may be that of another row.
+        self.reads.checked &= not several or (lies_alike and self.wraps)
+        if calls is None or not lies_alike:
+            run = evaluation(OPS, spec)
+            return None if recorded else ((lambda x, index: run((x,), index, False)), result)
+        if recorded:
+            if several and not calls.keeps:  # by `index_put`
+                rows = max(math.prod(shape) for shape in shapes.values())
+                most = MOST_PUT * max(1, rows) // max(1, joint_elements(spec))
+                self.reads.most = most if self.reads.most is None else min(self.reads.most, most)
+            return None if calls.keeps and not of_operand else (calls.run, result)
+        return calls.flat_if_many(checks=True), result
 
     def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
@@ -288,29 +342,3 @@ def _count_views(form: ProductForm, spec: Spec) -> int:
         count += tuple(axis for group in groups for axis in group) != term
         count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
     return count
-
-
-def _gathered(spec: Spec, x: Strided) -> tuple[Callable[..., Tensor], Strided] | None:
-    """Return what `_Compiler._step` does for a take of elements, such as `nkq[n] -> nk`; None for other steps.
-
-    The index array is viewed as large as the operand. An index of rows `(n, q[n])` would be an array of its own.
-    """
-    (term,) = spec.inputs
-    left = plain_axes(term)
-    if len(term_gathers(term)) != 1 or len(set(left)) < len(left) or {*left} != {*spec.output}:
-        return None
-    (gather,) = term_gathers(term)
-    if left[: len(gather.axes)] != gather.axes or len(spec.output) != len(left):
-        return None
-    dim = term.index(gather)
-    view = viewing(OPS.permute, range(len(gather.axes)), [int(e in gather.axes) for e in term])
-    order = [left.index(str(e)) for e in spec.output]
-    arrange = viewing(OPS.permute, order, (1,) * len(order))
-
-    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        shape = list(x.shape)
-        shape[dim] = 1
-        return arrange(x.gather(dim, view(index[gather]).expand(shape)).squeeze(dim))
-
-    shape = spec.shape(left)
-    return take, STRIDE_OPS.permute(Strided(shape, row_major(shape), x.requires_grad, x.copied), order)

@@ -171,8 +171,9 @@ class Executable:
 
     @cached_property
     def reads_unread(self) -> bool:
-        """Whether steps compute with rows of operands that no index names, where NaN must not count."""
-        return any(isinstance(node.op, Guard) and node.op.rows is not None for node in nodes_of(self.guarded_tree))
+        """Whether steps, or gradients by torch, compute with rows that no index names, where NaN must not count."""
+        steps: Any = nodes_of(self.guarded_tree) if self.programs.backward else self.programs.forward.steps
+        return any(isinstance(step.op, Guard) and step.op.rows is not None for step in steps)
 
     @cached_property
     def run_forward(self) -> RunProgram:

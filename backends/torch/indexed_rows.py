@@ -1,7 +1,11 @@
-"""The rows of the torch backend's table that read rows through index arrays on CUDA, each row when it is needed.
+"""Steps that read or write rows through index arrays in torch: by torch's own calls, and by three rows on CUDA.
 
-Torch takes rows, multiplies and adds them up in three operators with the rows in memory between them, and adds by
-atomics, so in any order. Three rows do without:
+The calls of a take and of a segment sum need no index array but the caller's, so autograd keeps no other. They are
+`index_select` and `index_add` for one bracket, `x[q, r]` and `index_put` for several, and `gather` and `scatter_add` if
+a bracket shares axes with its term, as in `b q[bn] c`. Through many indices at once, one flat index is faster.
+
+On CUDA torch takes rows, multiplies and adds them up in three operators with the rows in memory between them, and adds
+by atomics, so in any order. Three rows do without:
 
     segment sum        s[e]c, e -> d[e]c             sums of rows, and of products of rows: messages of graphs
     dots of rows       s[e]c, d[e]c -> e             their gradients
@@ -13,10 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import matrix_copies
+from planner.backends.common.stock_rows import stock_kind
+from planner.backends.torch.contexts.modes import transformed, watched
 from planner.backends.torch.cuda_rows import (
     CUT,
     LAUNCHES,
@@ -26,19 +36,32 @@ from planner.backends.torch.cuda_rows import (
     order_bytes,
     product_rate,
 )
-from planner.backends.torch.ops import OPS
+from planner.backends.torch.ops import OPS, is_recorded
+from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.device import Device
 from planner.cost.figures import Work
-from planner.cost.layout import Layout, flattens, reordered
+from planner.cost.layout import Layout, flattens, reordered, row_major
 from planner.kernels.grouping.torch_grouping import Groups
 from planner.kernels.segment_sum import WINDOW
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.program.calls import shape_in, size_in
 from planner.program.forms import RowsForm, TakenForm, rows_form, taken_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
-__all__ = ["indexed_rows"]
+__all__ = ["INDEXED", "MOST_PUT", "IndexedCalls", "indexed_calls", "indexed_rows"]
+
+# Steps that read or write through index arrays, and what torch computes the gradient of one by.
+INDEXED = {"take": "segment sum", "segment sum": "take", "take, segment sum": "take, segment sum"}
+# Dtypes that torch adds up by index in that dtype.
+_ADDED = ("float32", "float64", "complex64", "complex128")
+# Up to so many indices torch goes faster through several dimensions by several index arrays than by one flat index: 64
+# pairs took 2.1 us for 3.9, 1,000 took 4.4 for 4.9, and 10,000 took 25 for 13 (AMD EPYC, torch 2.13, 2026-11-25).
+_FEW = 1_024
+# `index_put` adds up so many floats on several cores, in any order.
+MOST_PUT = 1 << 15
 
 
 def indexed_rows() -> list[Implementation]:
@@ -219,3 +242,200 @@ def _groups_of_rows(groups: Groups, inner: int) -> Groups:
 def _taken_layouts(op: Op, form: TakenForm) -> tuple[Layout | None, ...]:
     term, groups = _views(op, form)[-1]
     return (reordered([entry for group in groups for entry in group], term, op.spec),)
+
+
+# -- torch's own calls -------------------------------------------------------------------------------------
+
+
+class IndexedCalls(NamedTuple):
+    """A take, a segment sum, or one after the other, as torch's own calls.
+
+    Attributes:
+        spec: the step's spec.
+        run: computes the step, from the input and the index arrays in range.
+        result: returns the stand-in of the result, from that of the input.
+        keeps: whether autograd keeps the input.
+    """
+
+    spec: Spec
+    run: Callable[[Tensor, Mapping[Any, Tensor]], Tensor]
+    result: Callable[[Strided], Strided]
+    keeps: bool
+
+    def flat_if_many(self, checks: bool = False) -> Callable[[Tensor, Mapping[Any, Tensor]], Tensor]:
+        """Return the function that computes the step, by one flat index if that is faster.
+
+        Args:
+            checks: whether it refuses an index out of range with an `IndexError`, as the calls do.
+        """
+        direct, spec = self.run, self.spec
+        if all(len(indexed_dims(term)) < 2 for term in spec.terms):
+            return direct
+        gathers, flat = spec.gathers, evaluation(OPS, spec)
+
+        def run(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+            seen = x.is_cpu and not is_recorded(x)  # what a compiler records has index arrays in range
+            if seen and x.numel() < MOST_PUT and all([index[gather].numel() <= _FEW for gather in gathers]):
+                return direct(x, index)
+            for gather in gathers if checks and seen else ():
+                low, high = torch.aminmax(index[gather])
+                if int(low) < 0 or int(high) >= size_in(index, spec, gather):
+                    raise IndexError
+            result: Tensor = flat((x,), index, False)
+            return result
+
+        return run
+
+
+@cached_by_step
+def indexed_calls(op: Op) -> IndexedCalls | None:
+    """Return a step as torch's own calls; None if it is no such step, takes a diagonal, or sums or repeats besides."""
+    spec = op.spec
+    if stock_kind(op) not in INDEXED or op.dtype not in _ADDED:
+        return None
+    (term,), out = spec.inputs, spec.output
+    reads, writes = (_rows_of(each, spec) for each in (term, out))
+    if reads is None or writes is None or sorted(reads.axes) != sorted(writes.axes):
+        return None
+    order = [reads.axes.index(e) for e in writes.axes]
+    arrange = viewing(OPS.permute, order, (1,) * len(order))
+    take, add = reads.take, writes.add
+
+    def result(x: Strided) -> Strided:
+        taken = STRIDE_OPS.permute(reads.taken(x), order)
+        return writes.added(taken)
+
+    if add is None:
+        assert take is not None
+        run = take if order == sorted(order) else lambda x, index: arrange(take(x, index))
+    elif take is None:
+        run = add if order == sorted(order) else lambda x, index: add(arrange(x), index)
+    else:
+        run = lambda x, index: add(arrange(take(x, index)), index)  # noqa: E731
+    return IndexedCalls(spec, run, result, reads.keeps)
+
+
+class _Rows(NamedTuple):
+    """How torch reads and writes through the brackets of a term, without an index array of its own.
+
+    Attributes:
+        axes: the axes of what is taken, and of what is added up.
+        take: takes rows of a tensor, by the index arrays; None without brackets.
+        add: adds values into zeros, by the index arrays; None without brackets.
+        taken: the stand-in of what is taken of a stand-in.
+        added: the stand-in of what a stand-in is added into.
+        keeps: whether autograd keeps the tensor that rows are taken of.
+    """
+
+    axes: tuple[str, ...]
+    take: Callable[[Tensor, Mapping[Any, Tensor]], Tensor] | None
+    add: Callable[[Tensor, Mapping[Any, Tensor]], Tensor] | None
+    taken: Callable[[Strided], Strided]
+    added: Callable[[Strided], Strided]
+    keeps: bool = False
+
+
+def _rows_of(term: Term, spec: Spec) -> _Rows | None:
+    """Return how torch reads and writes through the brackets of a term; None if a diagonal is taken."""
+    gathers, plain = term_gathers(term), plain_axes(term)
+    if any(len({*axes}) < len(axes) for axes in (plain, *(gather.axes for gather in gathers))):
+        return None
+    if not gathers:
+        return _Rows(plain, None, None, lambda x: x, lambda x: x)
+    if {*plain} & {*term_axes(gathers)}:
+        return _elements_of(term, spec) if len(gathers) == 1 else None
+    return _slices_of(term, spec)
+
+
+def _slices_of(term: Term, spec: Spec) -> _Rows:
+    """Return how torch reads and writes rows, such as those of `s[e]c`, or of `s[e]d[e]`."""
+    gathers = term_gathers(term)
+    (first, *others), rows, rank = gathers, term_axes(gathers), len(gathers[0].axes)
+    dims = [d for d, e in enumerate(term) if isinstance(e, Gather)]
+    order = [*dims, *(d for d in range(len(term)) if d not in dims)]
+    arranged: Term = tuple(term[d] for d in order)
+    back = [order.index(d) for d in range(len(term))]
+    moves, shape = order != back or order != sorted(order), spec.shape(rows)
+    views = [
+        viewing(OPS.permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
+        for g in gathers
+    ]
+
+    def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
+        return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
+
+    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        if moves:
+            x = x.permute(order)
+        if others:
+            return x[indices(index)]
+        q = index[first]
+        if rank == 1:
+            return x.index_select(0, q)
+        return x.index_select(0, q.reshape(-1)).reshape((*q.shape, *x.shape[1:]))
+
+    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        sizes = shape_in(index, spec, arranged)
+        if others:
+            out = values.new_zeros(sizes)
+            put = out.index_put if transformed() or watched() else out.index_put_
+            out = put(indices(index), values, accumulate=True)
+        else:
+            out = OPS.add_at(sizes, [index[first]], values)
+        return out.permute(back) if moves else out
+
+    def taken(x: Strided) -> Strided:
+        x = STRIDE_OPS.permute(x, order)
+        if not others:
+            return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
+        shapes = [spec.shape(gather.axes) for gather in gathers]
+        return STRIDE_OPS.take_by(x, [view(Strided(s, row_major(s))) for view, s in zip(views, shapes, strict=True)])
+
+    def added(x: Strided) -> Strided:
+        return STRIDE_OPS.permute(_written(x, spec.shape(arranged)), back)
+
+    return _Rows((*rows, *plain_axes(term)), take, add, taken, added)
+
+
+def _written(x: Strided, shape: tuple[int, ...]) -> Strided:
+    return Strided(shape, row_major(shape), x.requires_grad, x.copied)
+
+
+def _elements_of(term: Term, spec: Spec) -> _Rows:
+    """Return how torch reads and writes elements, such as those of `n k q[n]`, or of `b s[bn] c`.
+
+    The index array is viewed as large as what is taken.
+    """
+    (gather,) = term_gathers(term)
+    dim = term.index(gather)
+    own = [axis for axis in gather.axes if axis not in term]
+    order = [
+        gather.axes.index(str(e)) for each in term for e in ([each] if each != gather else own) if e in gather.axes
+    ]
+    view = viewing(OPS.permute, order, [len(own) if e == gather else int(e in gather.axes) for e in term])
+    axes = tuple(str(e) for each in term for e in ([each] if each != gather else own))
+    places = [gather.axes.index(e) for e in own]
+
+    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        q, shape = index[gather], list(x.shape)
+        wide = view(q)
+        shape[dim] = wide.shape[dim]
+        x = x.gather(dim, wide.expand(shape))
+        if len(own) == 1:
+            return x
+        shape[dim : dim + 1] = [q.shape[d] for d in places]
+        return x.reshape(shape)
+
+    def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        wide = view(index[gather])
+        if len(own) != 1:
+            shape = list(values.shape)
+            shape[dim : dim + len(own)] = [wide.shape[dim]]
+            values = values.reshape(shape)
+        out = values.new_zeros(shape_in(index, spec, term))
+        add = out.scatter_add if transformed() or watched() else out.scatter_add_
+        return add(dim, wide.expand(values.shape), values)
+
+    return _Rows(
+        axes, take, add, lambda x: _written(x, spec.shape(axes)), lambda x: _written(x, spec.shape(term)), keeps=True
+    )

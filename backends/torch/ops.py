@@ -285,7 +285,7 @@ def finite(x: Tensor) -> bool:
 
 def is_finite(x: Tensor) -> bool:
     """Return whether all numbers of a tensor with values are finite."""
-    return torch_pooled.sum_is_finite(x.detach())
+    return torch_pooled.sum_is_finite(x.detach() if x.requires_grad else x)
 
 
 # Runs a `Guard`. A tracer records its mask.

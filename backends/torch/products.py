@@ -17,7 +17,7 @@ from torch import Tensor
 from planner.backends.common.stock import Product, count_views, viewing
 from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES, short_run_seconds
-from planner.backends.torch.ops import OPS, multiply
+from planner.backends.torch.ops import OPS
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, reordered, without
@@ -293,7 +293,7 @@ def summed_product(spec: Spec) -> Product:
     back = viewing(OPS.permute, [kept.index(e) for e in out], (1,) * len(out))
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        wide = multiply(first(a), second(b))
+        wide = first(a) * second(b)
         return back(wide.sum(summed, dtype=wide.dtype))
 
     return product

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_work, stock_rows
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
-from planner.backends.torch.indexed_rows import indexed_rows
+from planner.backends.torch.indexed_rows import INDEXED, indexed_calls, indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
@@ -33,7 +34,7 @@ from planner.kernels.grouping import torch_grouping
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm, PooledForm, pooled_form
-from planner.program.implementations import Implementation, Table
+from planner.program.implementations import Implementation, PreparedRun, Run, Table
 from planner.program.ops import JointGradient, Op
 
 __all__ = ["make_table"]
@@ -46,6 +47,9 @@ _SHARE_TIMES = {2: 1.25, 16: 1.8}
 # The same for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
 _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
+# How many operators, as to their time, each of its functions takes beside its work: 110, 70 and 170 us were measured
+# for scores, one gradient and both, for 16 queries of 64 rows (AMD EPYC, torch 2.13, 2026-11-25).
+_POOL_LAUNCHES = {"scores": 33, "query_gradient": 23, "pool_gradient": 23, "gradients": 52}
 
 
 def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list[Work]:
@@ -84,6 +88,7 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
     """
     (b, q, m, d, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
     function, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
+    launches = _POOL_LAUNCHES[function] if share else 10
     if share:
         scratch = torch_pooled.pooled_scratch_bytes(form.sizes, dtype, share=share)
         # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added, to
@@ -109,7 +114,7 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
         seconds_of["gradients"] = seconds_of["query_gradient"] + seconds_of["pool_gradient"]
         seconds = seconds_of[function]
     fresh = (op.result_bytes(),)
-    dots = Work(flops, device.flop_rate, moved, scratch=scratch, fresh=fresh, launches=10 + b, seconds=seconds)
+    dots = Work(flops, device.flop_rate, moved, scratch=scratch, fresh=fresh, launches=launches + b, seconds=seconds)
     return [Work.of_copies(flattened_bytes(op, form)), dots]
 
 
@@ -180,4 +185,22 @@ def make_table() -> Table:
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
+    stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
     return Table([*stock, *product_rows(), *grouped, *on_card])
+
+
+def _indexed(row: Implementation) -> Implementation:
+    """Return a stock row that reads or writes rows by torch's own calls, as long as no index may mean "no row"."""
+
+    def prepare(op: Op) -> Run:
+        run, calls = row.prepared(op), indexed_calls(op)
+        if calls is None:
+            return run
+        step = calls.flat_if_many()
+
+        def run_step(inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+            return run(inputs, index) if getattr(index, "may_drop", True) else (step(inputs[0], index),)
+
+        return run_step
+
+    return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))

@@ -12,11 +12,13 @@ arguments of their derivatives. Then the Function runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,34 +28,38 @@ from planner.backends.torch.autograd import record, record_usual
 from planner.backends.torch.casts import Casts
 from planner.backends.torch.checks import can_wait, raise_pending
 from planner.backends.torch.contexts.autocast import autocast_changes
+from planner.backends.torch.contexts.flops import count_native
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
     below_transforms,
     carries_tangents,
+    hooked,
     in_functorch,
     only_grads,
     only_stock,
     transformed,
     under_grads,
     usual,
+    watched,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, Reads, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
+from planner.backends.torch.products import MULTIPLY_SUM
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
-from planner.language.spec import indexed_dims, term_gathers
+from planner.language.spec import Gather
 from planner.program.calls import Member, RangedIndices
 from planner.program.contraction import Contraction
 from planner.program.implementations import RunPlan, Table
-from planner.program.ops import Guard
+from planner.program.ops import Guard, Op
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Step
 from planner.program.tree import Leaf, Tree
@@ -63,6 +69,7 @@ __all__ = ["family_runner", "kept_copies", "runner", "symbol_runner"]
 # Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
 # operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
 MOST_COPYING_SECONDS = 1e-3
+_NOTHING: Any = contextlib.nullcontext()
 
 
 def runner(plan: PlanRecord, table: Table) -> RunPlan:
@@ -94,11 +101,10 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan]
     # These calls need sizes that their inputs do not show.
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
-    selects = _selects(executable)
 
     def bind(member: Member) -> RunPlan:
         if native is not None and executable.gathers:
-            run: RunPlan = _Indexed(native, executable, selects, member)
+            run: RunPlan = _Indexed(native, executable, member)
         else:
             run = _runs(native, executable.resized(member))
         return _after_casts(casts, _as_planned(run) if autocasts() else run)
@@ -137,13 +143,33 @@ def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequenc
     return _as_planned(run) if autocasts() else run
 
 
-def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> RunPlan:
+class _Native(NamedTuple):
+    """A plan as native calls.
+
+    Attributes:
+        run: takes the operands without their broadcast dimensions, and after them the index arrays.
+        reads: what the calls ask of index arrays.
+    """
+
+    run: Callable[..., Tensor]
+    reads: Reads
+
+
+def _runs(native: _Native | None, executable: Executable) -> RunPlan:
     """Return the function that runs native calls on the operands without their broadcast dimensions, or a Function."""
     if native is None:
         return partial(_run, executable)
     if executable.gathers:
-        return _Indexed(native, executable, _selects(executable))
-    return native if executable.fits else lambda operands, indices: native(executable.views(operands))
+        return _Indexed(native, executable)
+    run = native.run
+    return run if executable.fits else lambda operands, indices: run(executable.views(operands))
+
+
+class _Index(dict[Gather, Tensor]):
+    """The index arrays of native calls, and `RangedIndices.sizes`."""
+
+    __slots__ = ("sizes",)
+    sizes: Mapping[str | Gather, int] | None
 
 
 class _Indexed:
@@ -152,31 +178,33 @@ class _Indexed:
     Args:
         native: the native calls.
         executable: the plan, ready to run.
-        selects: see `_selects`.
         member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
             first runs as usual.
     """
 
-    __slots__ = ("executable", "member", "native", "selects")
+    __slots__ = ("executable", "member", "most", "native", "records", "trusts")
 
-    def __init__(
-        self, native: Callable[..., Tensor], executable: Executable, selects: bool, member: Member | None = None
-    ) -> None:
-        self.native, self.executable, self.selects, self.member = native, executable, selects, member
+    def __init__(self, native: _Native, executable: Executable, member: Member | None = None) -> None:
+        self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
+        self.executable, self.member = executable, member
+        self.records = executable.programs.backward is not None
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         executable, member = self.executable, self.member
-        index: RangedIndices | None = None
-        if usual(*operands):
-            index = _as_read(executable, member, operands, indices, self.selects)
-            if index is not None and self.selects:
+        index: _Index | RangedIndices | None = None
+        if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
+            return _run(self._own(), operands, indices)
+        if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
+            # Hooks would see what autograd saves before an index is refused.
+            trusts = self.trusts and not (self.records and hooked())
+            looks = inside is not operands and (executable.reads_unread or not trusts)
+            with below_transforms() if looks else _NOTHING:
+                index = _as_read(executable, member, inside, indices, trusts)
+            if index is not None and trusts:
                 try:
                     return self.native([*executable.views(operands, member), index])
-                except (IndexError, RuntimeError):  # a negative index, or one out of range
+                except (IndexError, RuntimeError):  # an index out of range, or a negative one
                     index = None
-        elif (inside := under_grads(*operands)) is not None:
-            with below_transforms():
-                index = _as_read(executable, member, inside, indices)
         elif _as_usual(operands) and not any(map(unseen, operands)):
             index = _as_read(executable, member, operands, indices)
         elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
@@ -198,7 +226,7 @@ def _as_read(
     operands: Sequence[Tensor],
     indices: Mapping[str, Any],
     trusts: bool = False,
-) -> RangedIndices | None:
+) -> _Index | None:
     """Return the index arrays for native calls, or None if these would have to copy or mask something.
 
     The operands have values, and none is batched.
@@ -218,29 +246,19 @@ def _as_usual(operands: Sequence[Tensor]) -> bool:
     return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
 
 
-def _selects(executable: Executable) -> bool:
-    """Return whether the operators of a plan find each index out of range, and autograd records none of them.
-
-    They do if a step reads each index array as a whole, and along one dimension.
-    """
-    terms = [term for step in executable.programs.forward.steps for term in step.op.spec.terms if term_gathers(term)]
-    whole = all(len(set(gather.axes)) == len(gather.axes) for gather in executable.gathers)
-    return executable.programs.backward is None and whole and all(len(indexed_dims(term)) == 1 for term in terms)
-
-
 def _as_they_are(
     executable: Executable,
     member: Member | None,
     operands: Sequence[Tensor],
     indices: Mapping[str, Any],
     trusts: bool,
-) -> RangedIndices | None:
+) -> _Index | None:
     """Return the index arrays if they are in range as they are and autograd may save them, else None.
 
     Then all are row-major, of int64, and without negative entries. If it `trusts` arrays on a CPU, the operators that
     read them find out whether they are in range.
     """
-    index = RangedIndices(False)
+    index, records = _Index(), torch.is_grad_enabled()
     index.sizes = sizes = executable.sizes if member is None else member.sizes
     shapes = executable.index_shapes if member is None else member.index_shapes
     for gather, own in executable.gathers.items():
@@ -251,18 +269,16 @@ def _as_they_are(
             if may_drop:
                 return None
         else:
-            if can_wait(raw):  # a look at the values would wait for the device
+            if type(raw) is not Tensor or raw.dtype is not torch.int64 or not (raw.is_contiguous() and raw.numel()):
                 return None
-            fits = type(raw) is Tensor and raw.dtype == torch.int64 and raw.is_contiguous() and raw.numel()
-            if not fits or unseen(raw):
+            if unseen(raw) or can_wait(raw):  # a look at the values would wait for the device
                 return None
             if not (trusts and raw.is_cpu):
                 low, high = torch.aminmax(raw)
                 if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
                     return None
         index[gather] = raw if raw.shape == shape else raw.reshape(shape)
-    arrays = (*operands, *index.values())
-    return None if torch.is_grad_enabled() and any(map(Tensor.is_inference, arrays)) else index
+    return None if records and any(map(Tensor.is_inference, (*operands, *index.values()))) else index
 
 
 def _has_kept(plan: PlanRecord) -> bool:
@@ -317,8 +333,8 @@ def kept_copies(
     return None if compiled is None else sum(kept)
 
 
-def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> Callable[..., Tensor] | None:
-    """Return the plan as native calls on the operands without their broadcast dimensions.
+def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> _Native | None:
+    """Return the plan as native calls.
 
     Return None if the plan needs more than native calls, or if native calls would keep or compute something else than
     the plan says. `index` holds the sizes of the calls, if they are not the plan's.
@@ -334,7 +350,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
-        return lambda views, _=None: views[0].view_as(views[0])
+        return _Native(lambda views, _=None: views[0].view_as(views[0]), Reads())
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
     under_transform = transformed()  # there steps behave as they do when autograd records
@@ -343,23 +359,32 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     backward = None if program is None or (under_transform and _may_copy(plan)) else program.steps
     kept: list[int] | None = None if executable.programs.copies is None else []
     rows = {step.op.spec: step.choice.lowering for step in plan.programs.forward.steps}
+    wraps = MODES[plan.index_mode].wraps
     compiled: Any = partial(
-        compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept, rows=rows
+        compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept, rows=rows, wraps=wraps
     )
-    native = compiled()
+    reads = Reads()
+    native = compiled(reads=reads)
     if native is None:
         return None
     show = lru_cache(maxsize=1)(partial(compiled, named_native))  # compiled when a profiler is on first
-    label = f"planner {plan.text}"
+    label, sums = f"planner {plan.text}", MULTIPLY_SUM in rows.values()
+
+    def counted(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return count_native(op, run_step) if rows.get(op.spec) == MULTIPLY_SUM else run_step
+
+    count = lru_cache(maxsize=1)(partial(compiled, counted))  # torch counts no FLOPs of products that are no matrices
 
     def run(views: Sequence[Tensor], _: Any = None) -> Tensor:
         if profiler._is_profiler_enabled:
             with Range(label):
                 return show()(views)
+        if sums and watched():
+            return count()(views)
         result: Tensor = native(views)
         return result
 
-    return run
+    return _Native(run, reads)
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:

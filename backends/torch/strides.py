@@ -124,6 +124,13 @@ class StrideOps:
         flat = index[0] if len(index) == 1 else _pointwise(*index)
         return _computed((*flat.shape, *x.shape[len(index) :]), x)
 
+    def take_by(self, x: Strided, index: Sequence[Strided]) -> Strided:
+        """Return what torch's `x[index]` gives for several index arrays, of as many dimensions each."""
+        rows, rest = len(index[0].shape), x.shape[len(index) :]
+        source = Strided((1,) * rows + rest, (0,) * rows + x.strides[len(index) :])
+        wide = [q.view(q.shape + (1,) * len(rest), q.strides + (0,) * len(rest)) for q in index]
+        return _pointwise(source, *wide)._replace(requires_grad=x.requires_grad, copied=x.copied)
+
     def add_at(self, shape: Sequence[int], index: Sequence[Strided], values: Strided) -> Strided:
         return _computed(shape, values)
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner.language.spec import axis_of, plain_axes, term_axes
@@ -26,7 +27,7 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program
 from planner.program.serial import plan_from_json
 
-__all__ = ["product_flops", "register_flops"]
+__all__ = ["count_native", "product_flops", "register_flops"]
 
 Shape = Sequence[int]
 
@@ -63,6 +64,35 @@ def _step_flops(op: Op, gradients: Sequence[int], sizes: Mapping[str, int]) -> i
     # Axes that one term has are summed before the product, or repeated after it.
     joint = [axis for axis in op.spec.axes if sum(axis in term_axes(term) for term in op.spec.terms) > 1]
     return 2 * op.products * math.prod(sizes[axis] for axis in joint)
+
+
+def count_native(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function that runs a product as an elementwise product and a sum, and tells counters its FLOPs."""
+
+    def run(*inputs: Any) -> Tensor:
+        result = run_step(*inputs)
+        pairs = zip(op.spec.inputs, inputs, strict=True)
+        sizes = {axis: n for term, x in pairs for axis, n in zip(plain_axes(term), x.shape, strict=True)}
+        flops, gradients = _step_flops(op, (), sizes), sum(x.requires_grad for x in inputs)
+        _add_to_counters(flops)
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(lambda _: _add_to_counters(gradients * flops))
+        return result
+
+    return run
+
+
+def _counters() -> Iterable[Any]:
+    """Return the counters that are at work."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    modes = [] if module is None else _get_current_dispatch_mode_stack()
+    return [mode.counter for mode in modes if isinstance(mode, module._FlopCounterMode)]  # type: ignore[union-attr]
+
+
+def _add_to_counters(flops: int) -> None:
+    for counter in _counters():
+        for module in set(counter.mod_tracker.parents):
+            counter.flop_counts[module][torch.ops.aten.mul] += flops
 
 
 # -- the operators ---------------------------------------------------------------------------------
@@ -125,6 +155,5 @@ def register_flops() -> None:
     for operator, formula in formulas.items():
         if operator not in module.flop_registry:
             module.register_flop_formula(operator)(formula)
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, module._FlopCounterMode):
-            mode.counter.flop_registry.update({packet: module.flop_registry[packet] for packet in formulas})
+    for counter in _counters():
+        counter.flop_registry.update({packet: module.flop_registry[packet] for packet in formulas})

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "below_transforms", "carries_tangents",
-           "checkpoints", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch",
-           "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts", "transform", "transformed",
-           "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual", "watched"]  # fmt: skip
+           "checkpoints", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint", "hooked",
+           "in_functorch", "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts", "transform",
+           "transformed", "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual",
+           "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
@@ -87,14 +88,18 @@ def unwatched() -> Iterator[None]:
     Otherwise `optimize="measure"` inside of `torch.utils.checkpoint` would save more tensors in the first run, which
     measures, than when checkpointing runs the call again.
     """
-    hooks: Any = torch._C._autograd
-    hooked = hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
-        if hooked:  # torch calls the innermost hooks only, so these hide the caller's
+        if hooked():  # torch calls the innermost hooks only, so these hide the caller's
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+def hooked() -> bool:
+    """Return whether hooks of the caller see the tensors that autograd saves."""
+    hooks: Any = torch._C._autograd
+    return hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is not None
 
 
 def unwrapped(*tensors: Any) -> list[Any]:
