@@ -239,16 +239,25 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         wide = joint_elements(spec) * size
         scratch = wide if kind != "segment sum" else 0
         return [work._replace(moved=touched + 2 * wide, scratch=scratch, fresh=(result, scratch))]
-    # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
-    axes_of, needed = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
-    scratch = size * sum(
-        math.prod(spec.shape(axes))
-        for term, axes in zip(spec.terms, (*axes_of, needed), strict=True)
-        if term_gathers(term)
-    )
-    batch = math.prod(spec.shape(tuple(axis for axis in needed if all(axis in axes for axes in axes_of))))
-    work = work._replace(rate=device.flop_rate, moved=touched + 2 * scratch, launches=4, matrices=batch)
-    return [work._replace(scratch=scratch, fresh=(result, scratch))]
+    axes_of = [set(term_axes(term)) for term in spec.inputs]
+    batch = math.prod(spec.shape(tuple(axis for axis in term_axes(spec.output) if all(axis in s for s in axes_of))))
+    return [_multiply_rows(op, device)._replace(matrices=batch, taken=taken, added=added)]
+
+
+def _multiply_rows(op: Op, device: Device) -> Work:
+    """Return what a product with brackets does, but for what each row and each matrix takes.
+
+    Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
+    """
+    shapes = [op.spec.shape(term_axes(term)) for term in op.spec.terms if term_gathers(term)]
+    scratch = itemsize(op.dtype) * sum(map(math.prod, shapes))
+    moved, fresh = op.bytes_touched() + 2 * scratch, (op.result_bytes(), scratch)
+    return Work(op.flops(), device.flop_rate, moved, scratch=scratch, fresh=fresh, launches=4)
+
+
+def _least_of_rows(op: Op, device: Device) -> StepCost:
+    """Return a cost that no product with brackets is below."""
+    return device.price(_multiply_rows(op, device)) if op.gathers and len(op.spec.inputs) == 2 else StepCost()
 
 
 def stock_rows(
@@ -316,6 +325,7 @@ def stock_rows(
             layouts=layouts,
             bounded=True,
             guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
+            least=_least_of_rows if kind == "take, multiply, add" else None,
         )
         for kind in KINDS
         if kind not in skip

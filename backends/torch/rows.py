@@ -26,7 +26,7 @@ from planner.backends.torch.indexed_rows import indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, Work
+from planner.cost.figures import Work
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
@@ -163,14 +163,8 @@ def _grouped_rows() -> list[Implementation]:
     for share in _SHARES:
         if share != 1:
             for row, whole in zip(kernel_rows(_kernels(share), strided=True), full, strict=False):
-                smaller.append(dataclasses.replace(row, least=partial(_above, whole)))
+                smaller.append(dataclasses.replace(row, slower_than=whole.name))
     return [*full, *smaller]
-
-
-def _above(row: Implementation, op: Op, device: Device) -> StepCost:
-    """Return a cost that rows are not below which take longer than a row, if it runs the op."""
-    picoseconds = row.cost(op, device).picoseconds if row.supports(op) is None else 0
-    return StepCost(picoseconds=picoseconds + 1)
 
 
 def make_table() -> Table:

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 
 from planner.cost.device import Device
-from planner.cost.floor import gathered_floor, product_floor, unary_floor
+from planner.cost.floor import NUMBERS, gathered_floor, product_floor, unary_floor
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
 from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
+
+# So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
+FEW_EDGES = 8
 
 __all__ = ["Bounds", "list_edges", "list_plain_edges", "set_keys"]
 
@@ -110,19 +113,20 @@ def list_edges(
             for target in network.advances(value):
                 edge = Edge(into(Value(operands, target)), (numbers[value],), 0)
                 unary.append(edge)
-                sizes.append(products.unary_sizes(value, Value(operands, target)))
+                sizes.append((bounds.wanted(operands), *products.unary_sizes(value, Value(operands, target))))
                 found.setdefault(target, []).append(edge)
         statuses[operands] = list(found)
         for status in ascending(found):
             edges += found[status]
     products.bound_edges()
-    if bounds.hold and unary:
-        values = list(numbers)
-        wanted = np.array([bounds.wanted(values[edge.result].operands) for edge in unary])
-        elements, taken, added = np.array(sizes).T
+    if bounds.hold:
         # They take rows or add them up, so they are no views.
-        what = (bounds.device, wanted, elements * itemsize(bounds.dtype), (taken, added))
-        set_keys(unary, [unary_floor(objective, *what) for objective in bounds.objectives])
+        size = itemsize(bounds.dtype)
+
+        def floor(objective: str, xp: Any, wanted: Any, elements: Any, *rows: Any) -> Any:
+            return unary_floor(objective, bounds.device, wanted, elements * size, rows, xp)
+
+        _set_floors(unary, sizes, bounds.objectives, floor)
     return list(numbers), edges
 
 
@@ -185,6 +189,26 @@ def set_keys(edges: Iterable[Edge], floors: Sequence[Any]) -> None:
     second = rest[0] if rest else np.zeros_like(first)
     for edge, least, seconds in zip(edges, first.tolist(), second.tolist(), strict=True):
         edge.key = pack((int(least), int(seconds), 0, 0))
+
+
+def _set_floors(
+    edges: list[Edge], rows: list[tuple[float, ...]], objectives: Sequence[str], floor: Callable[..., Any]
+) -> None:
+    """Set the keys of edges to their lower bounds.
+
+    Args:
+        edges: the edges.
+        rows: the sizes of each.
+        objectives: as in `Bounds`.
+        floor: returns the bound, from the objective, what the sizes are (see `planner.cost.floor`), and the sizes.
+    """
+    if len(edges) > FEW_EDGES:
+        columns = np.array(rows, dtype=float).T
+        set_keys(edges, [floor(objective, np, *columns) for objective in objectives])
+        return
+    for edge, row in zip(edges, rows, strict=True):
+        first, *rest = [int(floor(objective, NUMBERS, *row)) for objective in objectives]
+        edge.key = pack((first, *rest, 0, 0) if rest else (first, 0, 0, 0))
 
 
 class _Products:
@@ -288,20 +312,19 @@ class _Products:
 
     def bound_edges(self) -> None:
         """Set the keys of all edges to their lower bounds."""
-        device, dtype, objectives = self.bounds.device, self.bounds.dtype, self.bounds.objectives
-        edges, rows = self._plain
-        if edges:
-            joint, a, b, out, *wanted = np.array(rows, dtype=float).T
-            empty, any_wanted = joint == 0, np.maximum(*wanted)
-            joint, a, b, out = (np.where(empty, 1.0, size) for size in (joint, a, b, out))
-            floors = []
-            for objective in objectives:
-                floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, self.bounds.fused)
-                floors.append(np.where(empty, unary_floor(objective, device, any_wanted), floor))
-            set_keys(edges, floors)
-        edges, rows = self._gathered
-        if edges:
-            joint, share, elements, copies, taken, added, launches, *wanted = np.array(rows, dtype=float).T
+        bounds = self.bounds
+        device, dtype = bounds.device, bounds.dtype
+
+        def plain(objective: str, xp: Any, joint: Any, a: Any, b: Any, out: Any, *wanted: Any) -> Any:
+            empty = joint == 0
+            joint, a, b, out = (xp.where(empty, 1.0, size) for size in (joint, a, b, out))
+            floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, bounds.fused, xp)
+            return xp.where(empty, unary_floor(objective, device, xp.maximum(*wanted), xp=xp), floor)
+
+        def gathered(objective: str, xp: Any, joint: Any, share: Any, elements: Any, copies: Any, *rest: Any) -> Any:
+            taken, added, launches, *wanted = rest
             sizes = (joint, share, elements, copies, (taken, added))
-            floors = [gathered_floor(name, device, dtype, *sizes, launches, wanted) for name in objectives]
-            set_keys(edges, floors)
+            return gathered_floor(objective, device, dtype, *sizes, launches, wanted, xp)
+
+        _set_floors(*self._plain, bounds.objectives, plain)
+        _set_floors(*self._gathered, bounds.objectives, gathered)

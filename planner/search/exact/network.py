@@ -33,8 +33,7 @@ MOST_SHARED = 4
 Status = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A value of the search: its operands (a bit set) and the status of each one-hot factor."""
 
     operands: int
