@@ -23,7 +23,9 @@ from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
 __all__ = [
+    "ADD_LAUNCHES",
     "SCATTERED_LAUNCHES",
+    "TAKE_LAUNCHES",
     "VIEW_LAUNCHES",
     "flat_stock_work",
     "runs_of",
@@ -48,7 +50,7 @@ _STRIDED_SECONDS = 2e-9
 # How many operators, as to their time, a view takes in torch; a product by element that is not contiguous, which
 # allocates its result first, takes besides; and so do a take and a segment sum of rows: 1.4, 1.3, 3.5 and 6.5 us if a
 # product of contiguous operands takes 1.8 to 2.4 (AMD EPYC, torch 2.13, 2026-11-25).
-VIEW_LAUNCHES, SCATTERED_LAUNCHES, _TAKE_LAUNCHES, _ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
+VIEW_LAUNCHES, SCATTERED_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
 # How many operators, as to their time, it takes torch to make one flat index for several dimensions: 6 us were measured
 # for `nikq[n] -> nik`, which takes 2 us more. AMD EPYC, torch 2.13, 2026-11-25.
 _FLAT_LAUNCHES = 2
@@ -191,7 +193,7 @@ def _row_launches(spec: Spec) -> float:
         if term_gathers(term):
             indexed = indexed_dims(term)
             views = 2 * (len(row_axes(term)) > 1) + (indexed != tuple(range(len(indexed))))
-            launches += (_ADD_LAUNCHES if number == len(spec.inputs) else _TAKE_LAUNCHES) + VIEW_LAUNCHES * views
+            launches += (ADD_LAUNCHES if number == len(spec.inputs) else TAKE_LAUNCHES) + VIEW_LAUNCHES * views
     return launches + 2 * VIEW_LAUNCHES * (launches > 0 and len(spec.inputs) == 2)
 
 

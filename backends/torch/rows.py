@@ -20,13 +20,21 @@ from planner.backends.common.kernel_rows import (
     pool_function,
 )
 from planner.backends.common.stock_layout import stock_layout
-from planner.backends.common.stock_rows import flat_stock_work, stock_rows
+from planner.backends.common.stock_rows import (
+    ADD_LAUNCHES,
+    SCATTERED_LAUNCHES,
+    TAKE_LAUNCHES,
+    VIEW_LAUNCHES,
+    flat_stock_work,
+    stock_rows,
+)
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.indexed_rows import indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
-from planner.backends.torch.products import product_rows
+from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
+from planner.cost.floor import Launches
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
@@ -174,4 +182,5 @@ def make_table() -> Table:
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
-    return Table([*stock, *product_rows(), *grouped, *on_card])
+    launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
+    return Table([*stock, *product_rows(), *grouped, *on_card], launches=launches)

@@ -13,6 +13,7 @@ Sizes are arrays, of many steps at once, or numbers. The last argument of a boun
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["NUMBERS", "gathered_floor", "product_floor", "unary_floor"]
+__all__ = ["NUMBERS", "Launches", "gathered_floor", "product_floor", "unary_floor"]
 
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
@@ -39,6 +40,24 @@ NUMBERS = SimpleNamespace(
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launches:
+    """How many operators, as to their time, what all implementations of a backend do besides a step takes at least.
+
+    Attributes:
+        view: a view of an operand or result of a product.
+        scattered: an elementwise product of operands that were viewed, besides.
+        slice: a product of a slice.
+        take, add: reading, or adding up, the rows of a term through index arrays, without kernels.
+    """
+
+    view: float = 0.0
+    scattered: float = 0.0
+    slice: float = 0.0
+    take: float = 0.0
+    add: float = 0.0
+
+
 def product_floor(
     objective: str,
     device: Device,
@@ -47,6 +66,7 @@ def product_floor(
     terms: tuple[Array, Array, Array],
     wanted: Sequence[Array | bool] = (False, False),
     fused: int = 1,
+    launches: tuple[Array, Array, Array] = (0.0, 0.0, 0.0),
     xp: Any = np,
 ) -> Array:
     """Return the least that products without gathers, and their gradients, add to the score.
@@ -59,6 +79,8 @@ def product_floor(
         terms: the numbers of elements of the two operands and the result.
         wanted: whether the gradients of the operands are needed.
         fused: a product with a side of at most so many elements may be elementwise products that are added up.
+        launches: how many operators more than one the product and both gradients launch; see
+            `planner.search.exact.views`.
         xp: what the sizes are, see above.
     """
     a, b, out = terms
@@ -78,7 +100,8 @@ def product_floor(
     seconds = xp.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
     fresh = [_fresh_seconds(xp, device, size * term) for term in (out, a, b)]
-    return _picoseconds(xp, steps * seconds + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
+    more = (launches[0] + of_a * launches[1] + of_b * launches[2]) * device.launch_seconds
+    return _picoseconds(xp, steps * seconds + more + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
 
 
 def gathered_floor(
@@ -92,6 +115,7 @@ def gathered_floor(
     rows: tuple[Array, Array],
     launches: Array,
     wanted: Sequence[Array | bool],
+    stock_launches: Array = 0.0,
     xp: Any = np,
 ) -> Array:
     """Return the same for products with gathers.
@@ -110,6 +134,7 @@ def gathered_floor(
         rows: the numbers of rows that are taken, and of those that are added up.
         launches: how many operators a kernel launches at least; infinite if there is none.
         wanted: whether the gradients of the operands are needed.
+        stock_launches: how many operators the stock implementation launches more than four, to take and add up rows.
         xp: what the sizes are, see above.
     """
     of_a, of_b = wanted
@@ -121,7 +146,7 @@ def gathered_floor(
     if objective == "bytes":
         return _count(xp, size * elements * steps)
     moving = _least_moving_seconds(xp, device, size * (elements + 2 * copies))
-    seconds = 4 * device.launch_seconds + xp.maximum(moving, joint / device.flop_rate)
+    seconds = (4 + stock_launches) * device.launch_seconds + xp.maximum(moving, joint / device.flop_rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
     product = joint * share / device.most_rate(dtype)
     busy = xp.maximum(product, _least_moving_seconds(xp, device, size * elements) if device.kind == "cuda" else 0.0)
@@ -137,6 +162,7 @@ def unary_floor(
     wanted: Array | bool,
     moved: Array = 0.0,
     rows: tuple[Array, Array] = (0.0, 0.0),
+    launches: Array = 0.0,
     xp: Any = np,
 ) -> Array:
     """Return the same for steps on one value.
@@ -147,6 +173,7 @@ def unary_floor(
         wanted: whether the gradient is needed.
         moved: the bytes that the step reads and writes; 0 if it may be a view.
         rows: the numbers of rows that are taken, and of those that are added up.
+        launches: how many operators more than one it launches.
         xp: what the sizes are, see above.
     """
     steps = 1.0 + wanted
@@ -155,9 +182,8 @@ def unary_floor(
     if objective == "bytes":
         return _count(xp, moved * steps)
     forward, back = _row_seconds(device, rows)
-    return _picoseconds(xp, 
-        steps * (device.launch_seconds + _least_moving_seconds(xp, device, moved)) + forward + wanted * back
-    )
+    each = (1 + launches) * device.launch_seconds + _least_moving_seconds(xp, device, moved)
+    return _picoseconds(xp, steps * each + forward + wanted * back)
 
 
 def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
+from planner.cost.floor import Launches
 from planner.cost.layout import Layout
 from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
@@ -152,11 +153,14 @@ class Table:
     Attributes:
         rows: the implementations by name.
         plain: names of rows that the framework differentiates itself: gradients of their steps are steps of such rows.
+        launches: what all rows launch at least on a CPU besides one operator; None if nothing is known of it.
         priced: how many ops `choices` has priced.
     """
 
-    def __init__(self, rows: Sequence[Implementation], plain: tuple[str, ...] = ()) -> None:
-        self.rows, self.plain, self.priced = {row.name: row for row in rows}, plain, 0
+    def __init__(
+        self, rows: Sequence[Implementation], plain: tuple[str, ...] = (), launches: Launches | None = None
+    ) -> None:
+        self.rows, self.plain, self.launches, self.priced = {row.name: row for row in rows}, plain, launches, 0
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
         # What `_rows_for` returned, with the rows that there were.
         self._asked: dict[tuple[bool, str, bool], tuple[list[Implementation], list[Implementation]]] = {}

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from planner.cost.device import Device
-from planner.cost.floor import NUMBERS, gathered_floor, product_floor, unary_floor
+from planner.cost.floor import NUMBERS, Launches, gathered_floor, product_floor, unary_floor
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
 from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
+from planner.search.exact.views import view_launches
 
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8
 
-__all__ = ["Bounds", "list_edges", "list_plain_edges", "set_keys"]
+__all__ = ["Bounds", "launches_of", "list_edges", "list_plain_edges", "set_keys"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Bounds:
         launches: how many operators rows that run only steps with brackets launch at least: for steps of one index
             array, and of several.
         fused: see `product_floor`.
+        more: what the framework's operators launch besides; None if nothing is known of it.
     """
 
     objective: str
@@ -45,6 +47,7 @@ class Bounds:
     hold: bool
     launches: tuple[float, float]
     fused: int
+    more: Launches | None = None
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -123,8 +126,8 @@ def list_edges(
         # They take rows or add them up, so they are no views.
         size = itemsize(bounds.dtype)
 
-        def floor(objective: str, xp: Any, wanted: Any, elements: Any, *rows: Any) -> Any:
-            return unary_floor(objective, bounds.device, wanted, elements * size, rows, xp)
+        def floor(objective: str, xp: Any, wanted: Any, elements: Any, taken: Any, added: Any, more: Any) -> Any:
+            return unary_floor(objective, bounds.device, wanted, elements * size, (taken, added), more, xp)
 
         _set_floors(unary, sizes, bounds.objectives, floor)
     return list(numbers), edges
@@ -211,6 +214,20 @@ def _set_floors(
         edge.key = pack((first, *rest, 0, 0) if rest else (first, 0, 0, 0))
 
 
+def launches_of(
+    bounds: Bounds, terms: tuple[Any, Any, Any], own: tuple[Any, Any, Any], wanted: Sequence[Any], wide: int, xp: Any
+) -> tuple[Any, Any, Any]:
+    """Return how many operators more than one a product and its two gradients launch; args as in `view_launches`."""
+    if bounds.more is None:
+        return (0.0, 0.0, 0.0)
+    (a, b, out), (own_a, own_b, own_out) = terms, own
+    forward = view_launches(bounds.more, terms, own, wide, xp)
+    if not bounds.gradient_operands:
+        return forward, 0.0, 0.0
+    of_a = view_launches(bounds.more, (out, b, a), (own_out, own_b, own_a), wide, xp)
+    return forward, of_a, view_launches(bounds.more, (a, out, b), (own_a, own_out, own_b), wide, xp)
+
+
 class _Products:
     """Collects the sizes of products, and bounds all of them at once."""
 
@@ -259,7 +276,7 @@ class _Products:
             share = share if gathers == 1 else 1.0
             wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
-            self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, *wanted))
+            self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, self._row_launches(indexing), *wanted))
         else:
             self.add_plain(edge, a.operands, b.operands, terms)
 
@@ -269,11 +286,17 @@ class _Products:
             return  # the only product is priced in any case
         a, b, out = terms
         wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
+        own = (left & (left - 1) == 0, right & (right - 1) == 0, False)
+        more = launches_of(self.bounds, (a, b, out), own, wanted, self.network.wide, NUMBERS)
         self._plain[0].append(edge)
-        self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted))
+        self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted, *more))
 
     def unary_sizes(self, value: Value, result: Value) -> tuple[float, ...]:
-        """Return the elements that a step on one value reads and writes, and the rows that it takes and adds up."""
+        """Return the sizes of a step on one value.
+
+        These are the elements that it reads and writes, the rows that it takes and adds up, and how many operators more
+        than one it launches.
+        """
         network = self.network
         terms = [network.value_axes(value), network.value_axes(result)]
         elements, chosen, indexing = sum(map(self.size, terms)), [0, 0], [False, False]
@@ -283,7 +306,7 @@ class _Products:
                     chosen[place] |= rows
                     indexing[place] = True
                     terms[place] = terms[place] & ~pool | rows
-        return (elements, *self._rows(terms, indexing, chosen))
+        return (elements, *self._rows(terms, indexing, chosen), self._row_launches(indexing))
 
     def _rows(self, terms: Sequence[int], indexing: Sequence[bool], chosen: Sequence[int]) -> tuple[float, float]:
         """Return how many rows a step takes, and how many it adds up; see `planner.backends.common.stock_rows`.
@@ -296,6 +319,19 @@ class _Products:
         counts = [self.size(axes) * indexed for axes, indexed in zip(chosen, indexing, strict=True)]
         adds = self.size(terms[-1] & ~chosen[-1]) > 1  # adding up rows of one element is like taking them
         return sum(counts[:-1]) + (not adds) * counts[-1], adds * counts[-1]
+
+    def _row_launches(self, indexing: Sequence[bool]) -> float:
+        """Return how many operators more the stock implementation launches to take and add up rows.
+
+        Its gradient adds up rows where it takes some.
+
+        Args:
+            indexing: whether each term of the step is indexed.
+        """
+        more = self.bounds.more
+        if more is None:
+            return 0.0
+        return min(more.take, more.add) * sum(indexing) + 2 * more.view * (len(indexing) == 3)
 
     def _share(self, pool: int, rows: int, others: list[int]) -> float:
         """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
@@ -315,16 +351,16 @@ class _Products:
         bounds = self.bounds
         device, dtype = bounds.device, bounds.dtype
 
-        def plain(objective: str, xp: Any, joint: Any, a: Any, b: Any, out: Any, *wanted: Any) -> Any:
-            empty = joint == 0
+        def plain(objective: str, xp: Any, joint: Any, a: Any, b: Any, out: Any, *rest: Any) -> Any:
+            empty, wanted, more = joint == 0, rest[:2], rest[2:]
             joint, a, b, out = (xp.where(empty, 1.0, size) for size in (joint, a, b, out))
-            floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, bounds.fused, xp)
+            floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, bounds.fused, more, xp)
             return xp.where(empty, unary_floor(objective, device, xp.maximum(*wanted), xp=xp), floor)
 
         def gathered(objective: str, xp: Any, joint: Any, share: Any, elements: Any, copies: Any, *rest: Any) -> Any:
-            taken, added, launches, *wanted = rest
+            taken, added, kernels, stock, *wanted = rest
             sizes = (joint, share, elements, copies, (taken, added))
-            return gathered_floor(objective, device, dtype, *sizes, launches, wanted, xp)
+            return gathered_floor(objective, device, dtype, *sizes, kernels, wanted, stock, xp)
 
         _set_floors(*self._plain, bounds.objectives, plain)
         _set_floors(*self._gathered, bounds.objectives, gathered)

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.cost.floor import product_floor
 from planner.search.exact.graph import Edge, first_of
-from planner.search.exact.listing import Bounds, set_keys
+from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
 from planner.search.exact.steps import SearchEnded
 
@@ -179,7 +179,10 @@ class VectorListing:
         joint = values.size(values.axes[left] | values.axes[right])
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused)
+        sets = (values.axes[left], values.axes[right], values.axes[union])
+        own = (left & (left - 1) == 0, right & (right - 1) == 0, False)
+        more = launches_of(bounds, sets, own, wanted, self.network.wide, np)
+        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:
