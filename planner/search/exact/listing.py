@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -215,17 +216,22 @@ def _set_floors(
 
 
 def launches_of(
-    bounds: Bounds, terms: tuple[Any, Any, Any], own: tuple[Any, Any, Any], wanted: Sequence[Any], wide: int, xp: Any
+    bounds: Bounds,
+    terms: tuple[Any, Any, Any],
+    in_order: tuple[Any, Any, Any],
+    wide: int,
+    xp: Any,
+    copies: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Return how many operators more than one a product and its two gradients launch; args as in `view_launches`."""
     if bounds.more is None:
         return (0.0, 0.0, 0.0)
-    (a, b, out), (own_a, own_b, own_out) = terms, own
-    forward = view_launches(bounds.more, terms, own, wide, xp)
+    (a, b, out), (known_a, known_b, known_out) = terms, in_order
+    more = partial(view_launches, bounds.more, wide=wide, xp=xp, copies=copies)
+    forward = more(terms, in_order)
     if not bounds.gradient_operands:
         return forward, 0.0, 0.0
-    of_a = view_launches(bounds.more, (out, b, a), (own_out, own_b, own_a), wide, xp)
-    return forward, of_a, view_launches(bounds.more, (a, out, b), (own_a, own_out, own_b), wide, xp)
+    return forward, more((out, b, a), (known_out, known_b, known_a)), more((a, out, b), (known_a, known_out, known_b))
 
 
 class _Products:
@@ -286,8 +292,8 @@ class _Products:
             return  # the only product is priced in any case
         a, b, out = terms
         wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
-        own = (left & (left - 1) == 0, right & (right - 1) == 0, False)
-        more = launches_of(self.bounds, (a, b, out), own, wanted, self.network.wide, NUMBERS)
+        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
+        more = launches_of(self.bounds, (a, b, out), in_order, self.network.wide, NUMBERS)
         self._plain[0].append(edge)
         self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted, *more))
 

@@ -70,7 +70,8 @@ class ValueSizes:
         for operand in range(operands):
             union = np.concatenate([union, union | network.union(1 << operand)])
         self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
-        self.axes: Any = union & (union[::-1] | network.result_mask)
+        few = len(network.axes) < 31
+        self.axes: Any = (union & (union[::-1] | network.result_mask)).astype(np.int32 if few else np.int64)
         self.elements: Any = self.size(self.axes)
 
     def size(self, axes: Any) -> Any:
@@ -132,35 +133,49 @@ class VectorListing:
                 stack += (left, union ^ left)
         return splits[::-1]
 
-    def drop_worse(self, limit: int) -> int:
-        """Drop the steps that are in no tree with this score or a lower one. Return how many are left."""
+    def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
+        """Drop the steps that are in no tree with this score or a lower one.
+
+        Args:
+            limit: the score.
+            most: how many steps to leave at most; None for all. Those in the best trees are left.
+
+        Returns:
+            How many steps are left, and the score from which on steps of trees are missing; None if none are.
+        """
         everything = self.network.everything
         outside = np.full(everything + 1, np.inf)
         outside[everything] = 0.0
-        most = limit * (1 + 1e-9) + 1
-        self._survivors = []
+        highest = limit * (1 + 1e-9) + 1
+        left_over: list[tuple[Any, Any, Any, Any]] = []
         for union, left, right, floors in self._bounded_blocks(reverse=True):
-            reached = np.nonzero(outside[union] + self._inside[union] <= most)[0]
+            reached = np.nonzero(outside[union] + self._inside[union] <= highest)[0]
             if not len(reached):
                 continue
             union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
             above = outside[union][:, None] + floors
             total = above + self._inside[left] + self._inside[right]
-            rows, columns = np.nonzero(total <= most)
+            rows, columns = np.nonzero(total <= highest)
             a, b = left[rows, columns], right[rows, columns]
             above = above[rows, columns]
             np.minimum.at(outside, a, above + self._inside[b])
             np.minimum.at(outside, b, above + self._inside[a])
-            self._survivors.append((union[rows], a, b, floors[rows, columns]))
-        return sum(len(block[0]) for block in self._survivors)
+            left_over.append((union[rows], a, b, total[rows, columns]))
+        totals = np.concatenate([block[3] for block in left_over])
+        cut = None
+        if most is not None and len(totals) > most:
+            highest = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
+            cut = int(highest)
+        self._survivors = [tuple(part[total <= highest] for part in rest) for *rest, total in left_over]
+        return sum([len(union) for union, _, _ in self._survivors]), cut
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right, floors in reversed(self._survivors):
+        for union, left, right in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
             edges = [Edge(result, (a, b), 0) for result, a, b in columns]
-            times = [self._floors(name, union, left, right) for name in self.bounds.objectives[1:]]
-            set_keys(edges, [floors, *times])
+            # Of few steps more is found out.
+            set_keys(edges, [self._floors(name, union, left, right, True) for name in self.bounds.objectives])
             yield from edges
 
     def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
@@ -174,14 +189,14 @@ class VectorListing:
                 self._kept.append(block)
             yield block
 
-    def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
+    def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
         bounds, values = self.bounds, self._values
         joint = values.size(values.axes[left] | values.axes[right])
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
         sets = (values.axes[left], values.axes[right], values.axes[union])
-        own = (left & (left - 1) == 0, right & (right - 1) == 0, False)
-        more = launches_of(bounds, sets, own, wanted, self.network.wide, np)
+        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
+        more = launches_of(bounds, sets, in_order, self.network.wide, np, copies)
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
 
 
