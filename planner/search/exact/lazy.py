@@ -38,7 +38,7 @@ FEW_PRICED = 24
 # priced: about the time that pricing takes.
 CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
 # Then it looks at so many steps, those of the trees that are best by bounds, if numpy lists more: each takes some 5 us.
-MOST_LEFT = 6_000
+MOST_LEFT = 30_000
 # Most steps never have to be priced: at the end it was at most so many times as many as before.
 PRICED_AGAIN = 4
 
