@@ -28,7 +28,15 @@ from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
-__all__ = ["MULTIPLY_SUM", "SLICE_LAUNCHES", "copied_form", "einsum_copies", "product_rows", "summed_axes", "summed_product"]
+__all__ = [
+    "MULTIPLY_SUM",
+    "SLICE_LAUNCHES",
+    "copied_form",
+    "einsum_copies",
+    "product_rows",
+    "summed_axes",
+    "summed_product",
+]
 
 MULTIPLY_SUM = "multiply, then sum"
 

@@ -282,7 +282,9 @@ class _Products:
             share = share if gathers == 1 else 1.0
             wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
-            self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, self._row_launches(indexing), *wanted))
+            self._gathered[1].append(
+                (joint, share, sum(elements), copies, *counts, kernels, self._row_launches(indexing), *wanted)
+            )
         else:
             self.add_plain(edge, a.operands, b.operands, terms)
 

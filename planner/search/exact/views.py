@@ -45,7 +45,9 @@ def view_launches(
     of_out = batch & (from_left | from_right)
     plain = (of_a | left & from_summed, of_b | summed & from_right, of_out | left & from_right)
     swapped = (of_a | summed & from_left, of_b | right & from_summed, of_out | right & from_left)
-    moved = [sum((bits != 0) & known for bits, known in zip(order, in_order, strict=True)) for order in (plain, swapped)]
+    moved = [
+        sum((bits != 0) & known for bits, known in zip(order, in_order, strict=True)) for order in (plain, swapped)
+    ]
     # Two matrices take no views, however they lie.
     product = launches.view * ((viewed + xp.minimum(*moved)) * (some | (matrices == 0)))
     if copies:
