@@ -86,7 +86,7 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
     gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
     kernels, fused = kernel_launches(table, device), fused_terms(table, device)
-    more = table.launches if device.kind == "cpu" else None
+    more = table.more if device.kind == "cpu" else None
     bounds = Bounds(objective, device, dtype, gradient_operands, True, kernels, fused, more)
     search = LazySearch(steps, lower, bounds, OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)

@@ -183,4 +183,4 @@ def make_table() -> Table:
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
     launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
-    return Table([*stock, *product_rows(), *grouped, *on_card], launches=launches)
+    return Table([*stock, *product_rows(), *grouped, *on_card], more=launches)

@@ -153,17 +153,14 @@ class Table:
     Attributes:
         rows: the implementations by name.
         plain: names of rows that the framework differentiates itself: gradients of their steps are steps of such rows.
-        launches: what all rows launch at least on a CPU besides one operator; None if nothing is known of it.
+        more: what all rows launch at least on a CPU besides one operator; None if nothing is known of it.
         priced: how many ops `choices` has priced.
     """
 
-    def __init__(
-        self, rows: Sequence[Implementation], plain: tuple[str, ...] = (), launches: Launches | None = None
-    ) -> None:
-        self.rows, self.plain, self.launches, self.priced = {row.name: row for row in rows}, plain, launches, 0
+    def __init__(self, rows: Sequence[Implementation], plain: Sequence[str] = (), more: Launches | None = None) -> None:
+        self.rows, self.plain, self.more, self.priced = {row.name: row for row in rows}, tuple(plain), more, 0
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
-        # What `_rows_for` returned, with the rows that there were.
-        self._asked: dict[tuple[bool, str, bool], tuple[list[Implementation], list[Implementation]]] = {}
+        self._asked: dict[tuple[bool, str, bool], list[Implementation]] = {}
 
     @property
     def has_changed(self) -> bool:
@@ -203,17 +200,17 @@ class Table:
 
     def _rows_for(self, plain: bool, kind: str, for_time: bool) -> list[Implementation]:
         """Return the rows to ask about ops: without gathers or with some, on a kind of device, for the least time."""
-        known = self._asked.get((plain, kind, for_time))
-        every = list(self.rows.values())
-        if known is None or known[0] != every:
-            rows = [
+        if self.has_changed:
+            self._asked.clear()
+        rows = self._asked.get((plain, kind, for_time))
+        if rows is None:
+            rows = self._asked[plain, kind, for_time] = [
                 row
-                for row in every  # most end here; `refusal` would also make the text of the reason
+                for row in self.rows.values()  # most end here; `refusal` would also make the text of the reason
                 if not (row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds))
                 and not (for_time and row.slower_than in self.rows)
             ]
-            known = self._asked[plain, kind, for_time] = (every, rows)
-        return known[1]
+        return rows
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
@@ -236,22 +233,6 @@ class Table:
     def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
         """Whether the table has this implementation for an op, at this cost."""
         return choice == self.price(choice.lowering, op, device)
-
-    def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
-        """Return, for each row, what it would cost to run an op, or why the row cannot run it.
-
-        Stock rows that cannot run the op are left out, and variants except the chosen one.
-        """
-        verdicts: dict[str, StepCost | str] = {}
-        for row in self.rows.values():
-            if row.variant_of and row.name != chosen:
-                continue
-            refusal = row.refusal(op, device)
-            if refusal is None:
-                verdicts[row.name] = _price(row, op, device).cost
-            elif not row.stock and not isinstance(op, Guard | Loop):
-                verdicts[row.name] = refusal
-        return verdicts
 
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op with the implementation of that name."""

@@ -271,7 +271,7 @@ class SearchSpace:
         # Bounds are floats.
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
-        more = self.table.launches if self.device.kind == "cpu" and not self.table.has_changed else None
+        more = self.table.more if self.device.kind == "cpu" and not self.table.has_changed else None
         return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more)
 
     @property

@@ -182,12 +182,32 @@ class VectorListing:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
-        for union, left, right in split_blocks(self.operands, reverse):
-            floors = self._floors(self.bounds.objective, union[:, None], left, right)
-            block = (union, left, right, floors)
+        blocks: list[tuple[Any, Any, Any]] = []
+        for block in split_blocks(self.operands, reverse):
+            blocks.append(block)
+            if sum([left.size for _, left, _ in blocks]) >= BLOCK:
+                yield from self._bound(blocks)
+                blocks = []
+        yield from self._bound(blocks)
+
+    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield blocks with the bounds of their splits. Bounding all of them at once takes less time if they are small.
+
+        Args:
+            blocks: what `split_blocks` yielded.
+        """
+        if not blocks:
+            return
+        unions = [np.repeat(union, left.shape[1]) for union, left, _ in blocks]
+        lefts, rights = [left.ravel() for _, left, _ in blocks], [right.ravel() for _, _, right in blocks]
+        union, left, right = (np.concatenate(parts) for parts in (unions, lefts, rights))
+        floors = self._floors(self.bounds.objective, union, left, right)
+        ends = np.cumsum([len(part) for part in lefts])[:-1]
+        for (union, left, right), part in zip(blocks, np.split(floors, ends), strict=True):
+            bounded = (union, left, right, part.reshape(left.shape))
             if self.operands <= KEPT_OPERANDS:
-                self._kept.append(block)
-            yield block
+                self._kept.append(bounded)
+            yield bounded
 
     def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
         bounds, values = self.bounds, self._values
