@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from planner.cost.device import Device
-from planner.cost.floor import NUMBERS, Launches, gathered_floor, product_floor, unary_floor
+from planner.cost.floor import NUMBERS, Launches, gathered_floor, product_floor, unary_floor, view_launches
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
 from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
-from planner.search.exact.views import view_launches
 
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8
