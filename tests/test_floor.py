@@ -10,8 +10,9 @@ from conftest import examples, installed_frameworks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner
 from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
-from planner.cost.layout import permuted
+from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.cost.products import CLASSES
 from planner.language.resolve import resolve_shapes
@@ -21,10 +22,11 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 from planner.search.exact.graph import unpack
 from planner.search.exact.lazy import LazySearch
-from planner.search.exact.listing import Bounds, list_edges
+from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, all_splits
-from planner.search.space import ADDITIVE, OPTIMAL, fused_terms, kernel_launches
+from planner.search.exact.vectors import VectorListing
+from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace, fused_terms, kernel_launches
 from planner.testing import problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
@@ -83,9 +85,9 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     assert all(row.bounded for row in table.rows.values())
     lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
     gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
-    bounds = Bounds(
-        objective, device, dtype, gradient_operands, True, kernel_launches(table, device), fused_terms(table, device)
-    )
+    kernels, fused = kernel_launches(table, device), fused_terms(table, device)
+    more = table.more if device.kind == "cpu" else None
+    bounds = Bounds(objective, device, dtype, gradient_operands, True, kernels, fused, more)
     search = LazySearch(steps, lower, bounds, OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
     search.values = values
@@ -126,3 +128,37 @@ def test_products_that_a_key_leaves_out_are_not_the_best(op, backend, device, ob
     assert set(some) <= set(every)
     if every:
         assert min(some, key=lambda c: key(c.cost)) == min(every, key=lambda c: key(c.cost))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_product_of_torch_takes_less_than_its_views_say(seed):
+    """Operands lie in any order of memory, and have axes of size 1; numpy bounds steps as numbers are bounded."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    draw = random.Random(seed)
+    for _ in range(12):
+        sizes = {axis: draw.choice((1, 2, 2, 3, 5, 8, 16, 40)) for axis in "abcdefghi"[: draw.randint(3, 9)]}
+        terms = [[], [], [], []]
+        for axis in sizes:
+            for number in draw.sample(range(4), draw.choice((1, 2, 2, 2, 3))):
+                terms[number].insert(draw.randint(0, len(terms[number])), axis)
+        output = draw.sample(list(sizes), draw.randint(0, len(sizes) // 2))
+        operands = []
+        for term in terms:
+            shape = tuple(sizes[axis] for axis in term)
+            layout = permuted(None, draw.sample(range(len(shape)), len(shape)), shape) if draw.random() < 0.3 else None
+            operands.append(planner.Operand(shape, "float32", strides_of(layout, shape), draw.random() < 0.5))
+        spec = ",".join(map("".join, terms)) + "->" + "".join(output)
+        space = SearchSpace(planner.plan(spec, *operands, backend="torch", optimize="greedy").contraction)
+        search = space._lazy_search(space.lowerer("time"), "time", OPTIMAL)
+        assert search.bounds.more is not None
+        edges = list_plain_edges(space.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
+        products = {(edge.result, *edge.children): edge for edge in edges if len(edge.children) == 2}
+        listing = VectorListing(space.network, [0] * 4, search.bounds)
+        listing.drop_worse(10**18)
+        bounded = {(edge.result, *edge.children): unpack(edge.key)[0] for edge in listing.edges()}
+        assert bounded.keys() == products.keys()
+        for key, edge in products.items():
+            least = unpack(edge.key)[0]
+            assert abs(bounded[key] - least) <= 2
+            search._price_edge(edge)
+            assert unpack(edge.key)[0] >= least, (spec, str(edge.op.spec), edge.op.layouts)

@@ -4,6 +4,7 @@ import pytest
 
 import planner
 from planner.cost.device import CPU
+from planner.inspect.verdicts import table_verdicts
 from planner.program.forms import GroupedForm, grouped_form, inner_product, pooled_form, product_form
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
@@ -53,4 +54,4 @@ def test_what_is_left_of_inputs_is_multiplied_in_the_order_of_the_output():
 )
 def test_both_gradients_share_a_loop_only_where_each_row_is_its_own(text, shapes, torch):
     op = Einsum(planner.resolve(text, *shapes, q=(4, 3)), "float32").joint_gradient()
-    assert load_backend("torch").table.verdicts(op, CPU)["both grouped gradients"] == "rows are shared or summed"
+    assert table_verdicts(load_backend("torch").table, op, CPU)["both grouped gradients"] == "rows are shared or summed"

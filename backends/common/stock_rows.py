@@ -23,7 +23,9 @@ from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
 __all__ = [
+    "ADD_LAUNCHES",
     "SCATTERED_LAUNCHES",
+    "TAKE_LAUNCHES",
     "VIEW_LAUNCHES",
     "flat_stock_work",
     "runs_of",
@@ -48,7 +50,7 @@ _STRIDED_SECONDS = 2e-9
 # How many operators, as to their time, a view takes in torch; a product by element that is not contiguous, which
 # allocates its result first, takes besides; and so do a take and a segment sum of rows: 1.4, 1.3, 3.5 and 6.5 us if a
 # product of contiguous operands takes 1.8 to 2.4 (AMD EPYC, torch 2.13, 2026-11-25).
-VIEW_LAUNCHES, SCATTERED_LAUNCHES, _TAKE_LAUNCHES, _ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
+VIEW_LAUNCHES, SCATTERED_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
 # How many operators, as to their time, it takes torch to make one flat index for several dimensions: 6 us were measured
 # for `nikq[n] -> nik`, which takes 2 us more. AMD EPYC, torch 2.13, 2026-11-25.
 _FLAT_LAUNCHES = 2.5
@@ -191,7 +193,7 @@ def _row_launches(spec: Spec) -> float:
         if term_gathers(term):
             indexed = indexed_dims(term)
             views = 2 * (len(row_axes(term)) > 1) + (indexed != tuple(range(len(indexed))))
-            launches += (_ADD_LAUNCHES if number == len(spec.inputs) else _TAKE_LAUNCHES) + VIEW_LAUNCHES * views
+            launches += (ADD_LAUNCHES if number == len(spec.inputs) else TAKE_LAUNCHES) + VIEW_LAUNCHES * views
     return launches + 2 * VIEW_LAUNCHES * (launches > 0 and len(spec.inputs) == 2)
 
 
@@ -239,16 +241,25 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         wide = joint_elements(spec) * size
         scratch = wide if kind != "segment sum" else 0
         return [work._replace(moved=touched + 2 * wide, scratch=scratch, fresh=(result, scratch))]
-    # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
-    axes_of, needed = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
-    scratch = size * sum(
-        math.prod(spec.shape(axes))
-        for term, axes in zip(spec.terms, (*axes_of, needed), strict=True)
-        if term_gathers(term)
-    )
-    batch = math.prod(spec.shape(tuple(axis for axis in needed if all(axis in axes for axes in axes_of))))
-    work = work._replace(rate=device.flop_rate, moved=touched + 2 * scratch, launches=4, matrices=batch)
-    return [work._replace(scratch=scratch, fresh=(result, scratch))]
+    axes_of = [set(term_axes(term)) for term in spec.inputs]
+    batch = math.prod(spec.shape(tuple(axis for axis in term_axes(spec.output) if all(axis in s for s in axes_of))))
+    return [_multiply_rows(op, device)._replace(matrices=batch, taken=taken, added=added)]
+
+
+def _multiply_rows(op: Op, device: Device) -> Work:
+    """Return what a product with brackets does, but for what each row and each matrix takes.
+
+    Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
+    """
+    shapes = [op.spec.shape(term_axes(term)) for term in op.spec.terms if term_gathers(term)]
+    scratch = itemsize(op.dtype) * sum(map(math.prod, shapes))
+    moved, fresh = op.bytes_touched() + 2 * scratch, (op.result_bytes(), scratch)
+    return Work(op.flops(), device.flop_rate, moved, scratch=scratch, fresh=fresh, launches=4)
+
+
+def _least_of_rows(op: Op, device: Device) -> StepCost:
+    """Return a cost that no product with brackets is below."""
+    return device.price(_multiply_rows(op, device)) if op.gathers and len(op.spec.inputs) == 2 else StepCost()
 
 
 def stock_rows(
@@ -316,6 +327,7 @@ def stock_rows(
             layouts=layouts,
             bounded=True,
             guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
+            least=_least_of_rows if kind == "take, multiply, add" else None,
         )
         for kind in KINDS
         if kind not in skip

@@ -28,7 +28,15 @@ from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
-__all__ = ["MULTIPLY_SUM", "copied_form", "einsum_copies", "product_rows", "summed_axes", "summed_product"]
+__all__ = [
+    "MULTIPLY_SUM",
+    "SLICE_LAUNCHES",
+    "copied_form",
+    "einsum_copies",
+    "product_rows",
+    "summed_axes",
+    "summed_product",
+]
 
 MULTIPLY_SUM = "multiply, then sum"
 
@@ -37,7 +45,7 @@ MULTIPLY_SUM = "multiply, then sum"
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
 # How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us.
-_SLICE_LAUNCHES = 4.3
+SLICE_LAUNCHES = 4.3
 
 
 def product_rows() -> list[Implementation]:
@@ -134,7 +142,7 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
     wait = 0.0
     if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
         wait = min(device.work_seconds(work), count * _WAIT_SECONDS)
-    return [work, Work(launches=count * (_SLICE_LAUNCHES if device.kind == "cpu" else 1), seconds=wait)]
+    return [work, Work(launches=count * (SLICE_LAUNCHES if device.kind == "cpu" else 1), seconds=wait)]
 
 
 def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

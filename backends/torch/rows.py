@@ -21,13 +21,21 @@ from planner.backends.common.kernel_rows import (
     pool_function,
 )
 from planner.backends.common.stock_layout import stock_layout
-from planner.backends.common.stock_rows import flat_stock_work, stock_rows
+from planner.backends.common.stock_rows import (
+    ADD_LAUNCHES,
+    SCATTERED_LAUNCHES,
+    TAKE_LAUNCHES,
+    VIEW_LAUNCHES,
+    flat_stock_work,
+    stock_rows,
+)
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls, indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
-from planner.backends.torch.products import product_rows
+from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, Work
+from planner.cost.figures import Work
+from planner.cost.floor import Launches
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
@@ -168,14 +176,8 @@ def _grouped_rows() -> list[Implementation]:
     for share in _SHARES:
         if share != 1:
             for row, whole in zip(kernel_rows(_kernels(share), strided=True), full, strict=False):
-                smaller.append(dataclasses.replace(row, least=partial(_above, whole)))
+                smaller.append(dataclasses.replace(row, slower_than=whole.name))
     return [*full, *smaller]
-
-
-def _above(row: Implementation, op: Op, device: Device) -> StepCost:
-    """Return a cost that rows are not below which take longer than a row, if it runs the op."""
-    picoseconds = row.cost(op, device).picoseconds if row.supports(op) is None else 0
-    return StepCost(picoseconds=picoseconds + 1)
 
 
 def make_table() -> Table:
@@ -186,7 +188,8 @@ def make_table() -> Table:
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
     stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
-    return Table([*stock, *product_rows(), *grouped, *on_card])
+    launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
+    return Table([*stock, *product_rows(), *grouped, *on_card], more=launches)
 
 
 def _indexed(row: Implementation) -> Implementation:

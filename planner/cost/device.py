@@ -184,8 +184,9 @@ class Device:
 
     def most_product_rate(self, least: Any, dtype: str = "float32") -> Any:
         """Return a rate that no product exceeds whose least side is `least` or less; of an array, an array of rates."""
-        found = most_rate(self.products, least) if self.products else self.skinny_rate * np.maximum(1.0, least / 4)
-        return np.minimum(self.most_rate(dtype), found)
+        least_of, most_of = (np.minimum, np.maximum) if isinstance(least, np.ndarray) else (min, max)
+        found = most_rate(self.products, least) if self.products else self.skinny_rate * most_of(1.0, least / 4)
+        return least_of(self.most_rate(dtype), found)
 
     def most_rate(self, dtype: str) -> float:
         """Return the FLOP/s of a large product."""

@@ -7,11 +7,16 @@ prices of all of them.
 Here J is the number of joint elements of a product, and E(t) the number of elements of a term. The product has J / E(t)
 rows, columns or terms of its sums, for t the second operand, the first operand and the result. It is a batch of
 E(a) E(b) E(out) / J^2 matrices. Its two gradients are products of the same three terms, so all of this holds for them.
+
+Sizes are arrays, of many steps at once, or numbers. The last argument of a bound says which: `numpy`, or `NUMBERS`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +24,39 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["gathered_floor", "product_floor", "unary_floor"]
+__all__ = ["NUMBERS", "Launches", "gathered_floor", "product_floor", "unary_floor", "view_launches"]
 
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
 
-Array = Any  # of float64
+Array = Any  # of float64, or a number
+Bits = Any  # an integer, or an array of integers
+# The functions of numpy that bounds use, for numbers: a few of them take less time than an array of a few.
+NUMBERS = SimpleNamespace(
+    floor=math.floor,
+    isfinite=math.isfinite,
+    maximum=max,
+    minimum=min,
+    where=lambda condition, x, y: x if condition else y,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launches:
+    """How many operators, as to their time, what all implementations of a backend do besides a step takes at least.
+
+    Attributes:
+        view: a view of an operand or result of a product.
+        scattered: an elementwise product of operands that were viewed, besides.
+        slice: a product of a slice.
+        take, add: reading, or adding up, the rows of a term through index arrays, without kernels.
+    """
+
+    view: float = 0.0
+    scattered: float = 0.0
+    slice: float = 0.0
+    take: float = 0.0
+    add: float = 0.0
 
 
 def product_floor(
@@ -35,6 +67,8 @@ def product_floor(
     terms: tuple[Array, Array, Array],
     wanted: Sequence[Array | bool] = (False, False),
     fused: int = 1,
+    launches: tuple[Array, Array, Array] = (0.0, 0.0, 0.0),
+    xp: Any = np,
 ) -> Array:
     """Return the least that products without gathers, and their gradients, add to the score.
 
@@ -46,25 +80,29 @@ def product_floor(
         terms: the numbers of elements of the two operands and the result.
         wanted: whether the gradients of the operands are needed.
         fused: a product with a side of at most so many elements may be elementwise products that are added up.
+        launches: how many operators more than one the product and both gradients launch; see
+            `view_launches`.
+        xp: what the sizes are, see above.
     """
     a, b, out = terms
     of_a, of_b = wanted
-    steps = 1.0 + np.add(of_a, of_b, dtype=float)
+    steps = 1.0 + of_a + of_b
     if objective == "flops":
-        return _count(joint * (steps + (joint > out) + of_a * (joint > a) + of_b * (joint > b)))
+        return _count(xp, joint * (steps + (joint > out) + of_a * (joint > a) + of_b * (joint > b)))
     touched = itemsize(dtype) * (a + b + out)
     if objective == "bytes":
-        return _count(touched * steps)
+        return _count(xp, touched * steps)
     rows, columns, summed = joint / b, joint / a, joint / out
-    least = np.minimum(np.minimum(rows, columns), summed)
-    seconds = _moving_seconds(device, touched)
+    least = xp.minimum(xp.minimum(rows, columns), summed)
+    seconds = _moving_seconds(xp, device, touched)
     batch = a * (b / joint) * (out / joint)
     each = 0.0 if device.products else device.matrix_seconds
-    multiplied = np.maximum(seconds, 2 * joint / device.most_product_rate(least, dtype)) + (batch > 1.5) * batch * each
-    seconds = np.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
+    multiplied = xp.maximum(seconds, 2 * joint / device.most_product_rate(least, dtype)) + (batch > 1.5) * batch * each
+    seconds = xp.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
-    fresh = [_fresh_seconds(device, size * term) for term in (out, a, b)]
-    return _picoseconds(steps * seconds + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
+    fresh = [_fresh_seconds(xp, device, size * term) for term in (out, a, b)]
+    more = (launches[0] + of_a * launches[1] + of_b * launches[2]) * device.launch_seconds
+    return _picoseconds(xp, steps * seconds + more + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
 
 
 def gathered_floor(
@@ -78,6 +116,8 @@ def gathered_floor(
     rows: tuple[Array, Array],
     launches: Array,
     wanted: Sequence[Array | bool],
+    stock_launches: Array = 0.0,
+    xp: Any = np,
 ) -> Array:
     """Return the same for products with gathers.
 
@@ -95,28 +135,36 @@ def gathered_floor(
         rows: the numbers of rows that are taken, and of those that are added up.
         launches: how many operators a kernel launches at least; infinite if there is none.
         wanted: whether the gradients of the operands are needed.
+        stock_launches: how many operators the stock implementation launches more than four, to take and add up rows.
+        xp: what the sizes are, see above.
     """
     of_a, of_b = wanted
-    gradients = np.add(of_a, of_b, dtype=float)
-    steps = 1.0 + np.minimum(gradients, 1.0)
+    gradients = 0.0 + of_a + of_b
+    steps = 1.0 + xp.minimum(gradients, 1.0)
     if objective == "flops":
-        return _count(joint * share * (1.0 + gradients))
+        return _count(xp, joint * share * (1.0 + gradients))
     size = itemsize(dtype)
     if objective == "bytes":
-        return _count(size * elements * steps)
-    moving = _least_moving_seconds(device, size * (elements + 2 * copies))
-    seconds = 4 * device.launch_seconds + np.maximum(moving, joint / device.flop_rate)
+        return _count(xp, size * elements * steps)
+    moving = _least_moving_seconds(xp, device, size * (elements + 2 * copies))
+    seconds = (4 + stock_launches) * device.launch_seconds + xp.maximum(moving, joint / device.flop_rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
     product = joint * share / device.most_rate(dtype)
-    busy = np.maximum(product, _least_moving_seconds(device, size * elements) if device.kind == "cuda" else 0.0)
-    has_kernels = np.isfinite(launches)
-    kernel = np.where(has_kernels, np.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)
-    both = np.where(gradients > 1.5, kernel + product, np.inf)
-    return _picoseconds(np.minimum(stock, kernel) + np.minimum(gradients * np.minimum(back, kernel), both))
+    busy = xp.maximum(product, _least_moving_seconds(xp, device, size * elements) if device.kind == "cuda" else 0.0)
+    has_kernels = xp.isfinite(launches)
+    kernel = xp.where(has_kernels, xp.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)
+    both = xp.where(gradients > 1.5, kernel + product, np.inf)
+    return _picoseconds(xp, xp.minimum(stock, kernel) + xp.minimum(gradients * xp.minimum(back, kernel), both))
 
 
 def unary_floor(
-    objective: str, device: Device, wanted: Array | bool, moved: Array = 0.0, rows: tuple[Array, Array] = (0.0, 0.0)
+    objective: str,
+    device: Device,
+    wanted: Array | bool,
+    moved: Array = 0.0,
+    rows: tuple[Array, Array] = (0.0, 0.0),
+    launches: Array = 0.0,
+    xp: Any = np,
 ) -> Array:
     """Return the same for steps on one value.
 
@@ -126,17 +174,17 @@ def unary_floor(
         wanted: whether the gradient is needed.
         moved: the bytes that the step reads and writes; 0 if it may be a view.
         rows: the numbers of rows that are taken, and of those that are added up.
+        launches: how many operators more than one it launches.
+        xp: what the sizes are, see above.
     """
-    wanted = np.asarray(wanted, dtype=float)
     steps = 1.0 + wanted
     if objective == "flops":
-        return np.zeros_like(steps)
+        return 0.0 * steps
     if objective == "bytes":
-        return _count(moved * steps)
+        return _count(xp, moved * steps)
     forward, back = _row_seconds(device, rows)
-    return _picoseconds(
-        steps * (device.launch_seconds + _least_moving_seconds(device, moved)) + forward + wanted * back
-    )
+    each = (1 + launches) * device.launch_seconds + _least_moving_seconds(xp, device, moved)
+    return _picoseconds(xp, steps * each + forward + wanted * back)
 
 
 def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -147,27 +195,100 @@ def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Arra
     return taken * take + added * add, (taken + added) * min(take, add)
 
 
-def _count(number: Array) -> Array:
+def _count(xp: Any, number: Array) -> Array:
     """Return a whole number no greater than this one, which is rounded if it is large."""
-    return np.where(number < 2.0**53, np.floor(number), number * (1 - _RELATIVE))
+    return xp.where(number < 2.0**53, xp.floor(number), number * (1 - _RELATIVE))
 
 
-def _picoseconds(seconds: Array) -> Array:
-    return np.maximum(0.0, np.floor(seconds * (1e12 * (1 - _RELATIVE)) - _ROUNDING))
+def _picoseconds(xp: Any, seconds: Array) -> Array:
+    return xp.maximum(0.0, xp.floor(seconds * (1e12 * (1 - _RELATIVE)) - _ROUNDING))
 
 
-def _moving_seconds(device: Device, moved: Array) -> Array:
+def _moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
     """Return `Device.moving_seconds` of each of many."""
-    return moved / np.where(moved <= device.cache_bytes, device.cache_bandwidth, device.bandwidth)
+    return moved / xp.where(moved <= device.cache_bytes, device.cache_bandwidth, device.bandwidth)
 
 
-def _least_moving_seconds(device: Device, moved: Array) -> Array:
+def _least_moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
     """Return the seconds that moving as many bytes or more takes."""
     fastest = max(device.cache_bandwidth, device.bandwidth)
-    return moved / np.where(moved <= device.cache_bytes, fastest, device.bandwidth)
+    return moved / xp.where(moved <= device.cache_bytes, fastest, device.bandwidth)
 
 
-def _fresh_seconds(device: Device, size: Array) -> Array:
+def _fresh_seconds(xp: Any, device: Device, size: Array) -> Array:
     """Return `Device.fresh_seconds` of each of many."""
-    rate = np.where(size >= device.fresh_bytes, device.fresh_bandwidth, device.reused_bandwidth)
-    return np.where(size <= device.warm_bytes, 0.0, size / rate)
+    rate = xp.where(size >= device.fresh_bytes, device.fresh_bandwidth, device.reused_bandwidth)
+    return xp.where(size <= device.warm_bytes, 0.0, size / rate)
+
+
+def view_launches(
+    launches: Launches, terms: tuple[Bits, ...], in_order: tuple[Bits, ...], wide: int, xp: Any, copies: bool
+) -> Any:
+    """Return how many operators more than one a product launches at least, as to their time.
+
+    torch's `matmul` takes matrices, or a batch of them. So a group of several axes, or of none, takes a view to be one
+    dimension, and so do groups in another order. Small products take most of their time for this. Axes are the bits of
+    integers, in the network's order, which all values have but operands.
+
+    Args:
+        launches: what the framework's operators take.
+        terms: the axes of the two operands and of the result.
+        in_order: for each of them, whether its axes are known to be in the network's order.
+        wide: the axes whose size is not 1.
+        xp: what the terms are, `numpy` or `NUMBERS`.
+        copies: whether to look for operands that are copied too, which takes longer.
+    """
+    a, b, out = terms
+    shared, kept = a & b, a ^ b
+    batch, summed, left, right = shared & out, shared & ~out, a & kept, b & kept
+    # Each group of axes is one dimension.
+    one_left, one_right, one_summed = _is_one(left), _is_one(right), _is_one(summed)
+    some, outer = batch != 0, one_left & one_right
+    matrices = outer & one_summed
+    flat = (batch & (batch - 1) == 0) | matrices  # a batch of one axis, or one that is not made flat
+    viewed = 3 - 1 * (one_left & one_summed & flat) - (one_right & one_summed & flat) - (outer & flat)
+    # They lie in this order, or in that of the product with its operands swapped. The bits from the first one of a
+    # group on, which no bit of the group before may be among:
+    from_left, from_right, from_summed = left | -left, right | -right, summed | -summed
+    of_a, of_b = batch & (from_left | from_summed), batch & (from_right | from_summed)
+    of_out = batch & (from_left | from_right)
+    plain = (of_a | left & from_summed, of_b | summed & from_right, of_out | left & from_right)
+    swapped = (of_a | summed & from_left, of_b | right & from_summed, of_out | right & from_left)
+    moved = [
+        sum((bits != 0) & known for bits, known in zip(order, in_order, strict=True)) for order in (plain, swapped)
+    ]
+    # Two matrices take no views, however they lie.
+    product = launches.view * ((viewed + xp.minimum(*moved)) * (some | (matrices == 0)))
+    if copies:
+        copied = in_order[0] & _is_copied(a & wide, batch & wide, left & wide, summed & wide)
+        product = product + 1 * copied + (in_order[1] & _is_copied(b & wide, batch & wide, summed & wide, right & wide))
+    # What would be copied may be multiplied in a batch and summed, or slice by slice.
+    batched = 1 + launches.view * (4 - 1 * one_left - one_right - outer)
+    turns = xp.where(a & ~wide | b & ~wide == 0, 2 * launches.slice, launches.slice) - 1
+    product = xp.minimum(product, xp.where(one_summed, product, batched))
+    product = xp.minimum(product, xp.where(some, product, turns))
+    # Vectors may be multiplied element by element, and summed.
+    lacks = 1 * (right != 0) + (left != 0)
+    by_element = 1 + launches.view * lacks + launches.scattered * (kept != 0)
+    product = xp.where((left & wide == 0) | (right & wide == 0), xp.minimum(product, by_element), product)
+    # An elementwise product: an operand that lacks axes of the result is viewed.
+    lacks = 1 * (a != out) + (b != out)
+    multiplied = launches.view * lacks + launches.scattered * (lacks > 0)
+    return xp.where(summed & wide == 0, multiplied, product)
+
+
+def _is_copied(axes: Bits, batch: Bits, *matrix: Bits) -> Any:
+    """Whether an operand in the network's order is copied to be a batch of matrices.
+
+    It is if axes of a group are not neighbours, or if the innermost axis is one of the batch.
+    """
+    copied = (matrix[0] | matrix[1] != 0) & (axes & ~batch < batch)
+    for group in (batch, *matrix):
+        others = axes & (group | -group) & ~group
+        copied = copied | (group & (others | -others) != 0)
+    return copied
+
+
+def _is_one(axes: Bits) -> Any:
+    """Whether a set has one axis."""
+    return (axes != 0) & (axes & (axes - 1) == 0)

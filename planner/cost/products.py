@@ -62,6 +62,9 @@ def class_rate(rates: tuple[float, ...], batched: bool, rows: int, columns: int,
 def most_rate(rates: tuple[float, ...], least: Any) -> Any:
     """Return a rate that no product exceeds whose least side is `least` or less; `least` may be an array."""
     most = _most_logs(rates)
+    if not isinstance(least, np.ndarray):
+        at, share, _ = _place(least)
+        return math.exp((1 - share) * most[at] + share * most[at + 1])
     return np.exp(np.where(least > 1, np.interp(np.log(np.maximum(least, SIDES[1])), _LOGS, most), most[0]))
 
 

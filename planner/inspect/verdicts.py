@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.language.units import bytes_text, seconds_text
 from planner.program.frameworks import load_backend
-from planner.program.plan import PlanRecord
+from planner.program.implementations import Table
+from planner.program.ops import Guard, Op
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Step
 
-__all__ = ["ImplementationVerdict", "implementations_text", "step_verdicts", "verdicts"]
+__all__ = ["ImplementationVerdict", "implementations_text", "step_verdicts", "table_verdicts", "verdicts"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,10 +54,27 @@ def step_verdicts(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, 
     """Return a verdict on each implementation of a step: the chosen one, others by their time, then refused ones."""
     chosen = step.choice.lowering
     judged = []
-    for name, found in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
+    for name, found in table_verdicts(load_backend(plan.backend).table, step.op, plan.device, chosen).items():
         cost, refusal = (found, "") if isinstance(found, StepCost) else (None, found)
         judged.append(ImplementationVerdict(name, cost, refusal, name == chosen))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
+
+
+def table_verdicts(table: Table, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
+    """Return, for each row of a table, what it would cost to run an op, or why the row cannot run it.
+
+    Stock rows that cannot run the op are left out, and variants except the chosen one.
+    """
+    verdicts: dict[str, StepCost | str] = {}
+    for row in table.rows.values():
+        if row.variant_of and row.name != chosen:
+            continue
+        priced = table.price(row.name, op, device)
+        if priced is not None:
+            verdicts[row.name] = priced.cost
+        elif not row.stock and not isinstance(op, Guard | Loop):
+            verdicts[row.name] = row.refusal(op, device) or ""
+    return verdicts
 
 
 def implementations_text(plan: PlanRecord) -> str:

@@ -88,6 +88,11 @@ def is_axis(character: str) -> bool:
     return len(character) == 1 and character not in _NO_AXIS and not "\ud800" <= character <= "\udfff"
 
 
+# What is asked of a term for each step that has it.
+_cached_by_term = lru_cache(maxsize=1024)
+
+
+@_cached_by_term
 def term_axes(term: Term) -> tuple[str, ...]:
     """Return all axes of a term in order of appearance, each once. Axes in brackets count."""
     seen: dict[str, None] = {}
@@ -112,11 +117,13 @@ def gather_of(entry: str | Gather) -> Gather | None:
     return entry if isinstance(entry, Gather) else None
 
 
+@_cached_by_term
 def term_gathers(term: Term) -> tuple[Gather, ...]:
     """Return the gathers of a term."""
     return tuple([entry for entry in term if isinstance(entry, Gather)])
 
 
+@_cached_by_term
 def row_axes(term: Term) -> tuple[str, ...]:
     """Return the axes that a term is indexed by, in order of appearance: axes in brackets, and axes that repeat.
 
@@ -128,6 +135,7 @@ def row_axes(term: Term) -> tuple[str, ...]:
     return term_axes(tuple(entry for entry in term if isinstance(entry, Gather) or term.count(entry) > 1))
 
 
+@_cached_by_term
 def indexed_dims(term: Term) -> tuple[int, ...]:
     """Return the dimensions of a term that are indexed: gathers, and those of `row_axes`.
 

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
+from planner.cost.floor import Launches
 from planner.cost.layout import Layout
-from planner.cost.objective import StepKey
+from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand, Spec
@@ -61,6 +62,7 @@ class Implementation:
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
         least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
+        slower_than: a row that runs whatever this one runs, in less time; or "".
     """
 
     name: str
@@ -79,6 +81,7 @@ class Implementation:
     fused: int = 1
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None
+    slower_than: str = ""
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -150,12 +153,14 @@ class Table:
     Attributes:
         rows: the implementations by name.
         plain: names of rows that the framework differentiates itself: gradients of their steps are steps of such rows.
+        more: what all rows launch at least on a CPU besides one operator; None if nothing is known of it.
         priced: how many ops `choices` has priced.
     """
 
-    def __init__(self, rows: Sequence[Implementation], plain: tuple[str, ...] = ()) -> None:
-        self.rows, self.plain, self.priced = {row.name: row for row in rows}, plain, 0
+    def __init__(self, rows: Sequence[Implementation], plain: Sequence[str] = (), more: Launches | None = None) -> None:
+        self.rows, self.plain, self.more, self.priced = {row.name: row for row in rows}, tuple(plain), more, 0
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
+        self._asked: dict[tuple[bool, str, bool], list[Implementation]] = {}
 
     @property
     def has_changed(self) -> bool:
@@ -166,7 +171,7 @@ class Table:
         """Return the implementations of an op and their costs, without variants.
 
         There may be none for a joint gradient. Then each gradient is a step of its own. With a key, rows are left out
-        whose least cost already is no better than the cost of a row before.
+        whose least cost already is no better than the cost of another.
         """
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
             self.priced += 1
@@ -176,17 +181,36 @@ class Table:
     def _price_rows(self, op: Op, device: Device, key: StepKey | None) -> tuple[PricedImplementation, ...]:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
-        plain, kind, special, best = not op.gathers, device.kind, isinstance(op, Guard | Loop), tuple[int, ...]()
+        plain, special, best = not op.gathers, isinstance(op, Guard | Loop), tuple[int, ...]()
+        rows = self._rows_for(plain, device.kind, key is step_key("time"))
+        leasts: dict[str, tuple[int, ...]] = {}
+        if key and not plain:  # stock rows take long to price then: those first that may be the best
+            leasts = {row.name: key(row.least(op, device)) for row in rows if row.least}
+            rows = sorted(rows, key=lambda row: leasts.get(row.name, ()))
         choices: list[PricedImplementation] = []
-        for row in self.rows.values():
-            if row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds):
-                continue  # most rows end here; `refusal` would also make the text of the reason
-            if key and choices and row.least and key(row.least(op, device)) >= best:
+        for row in rows:
+            if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:
                 continue
             if (row.refusal(op, device) if row.capabilities or special else row.supports(op)) is None:
                 choices.append(_price(row, op, device))
                 best = min([key(choice.cost) for choice in choices]) if key else ()
+        if len(choices) > 1 and not plain:  # of equally good ones the first of the table is taken
+            choices.sort(key=lambda choice: list(self.rows).index(choice.lowering))
         return tuple(choices)
+
+    def _rows_for(self, plain: bool, kind: str, for_time: bool) -> list[Implementation]:
+        """Return the rows to ask about ops: without gathers or with some, on a kind of device, for the least time."""
+        if self.has_changed:
+            self._asked.clear()
+        rows = self._asked.get((plain, kind, for_time))
+        if rows is None:
+            rows = self._asked[plain, kind, for_time] = [
+                row
+                for row in self.rows.values()  # most end here; `refusal` would also make the text of the reason
+                if not (row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds))
+                and not (for_time and row.slower_than in self.rows)
+            ]
+        return rows
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
@@ -209,22 +233,6 @@ class Table:
     def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
         """Whether the table has this implementation for an op, at this cost."""
         return choice == self.price(choice.lowering, op, device)
-
-    def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
-        """Return, for each row, what it would cost to run an op, or why the row cannot run it.
-
-        Stock rows that cannot run the op are left out, and variants except the chosen one.
-        """
-        verdicts: dict[str, StepCost | str] = {}
-        for row in self.rows.values():
-            if row.variant_of and row.name != chosen:
-                continue
-            refusal = row.refusal(op, device)
-            if refusal is None:
-                verdicts[row.name] = _price(row, op, device).cost
-            elif not row.stock and not isinstance(op, Guard | Loop):
-                verdicts[row.name] = refusal
-        return verdicts
 
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op with the implementation of that name."""

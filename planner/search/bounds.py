@@ -67,7 +67,9 @@ def least_of_loops(space: SearchSpace, objective: str) -> float:
         cache_bandwidth=fastest, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, matrix_seconds=0.0,
         products=(),
     )  # fmt: skip
-    listing = VectorListing(space.network, [0] * len(space.operands), dataclasses.replace(bounds, device=device))
+    # A slice may have fewer axes, and take no views.
+    bounds = dataclasses.replace(bounds, device=device, more=None)
+    listing = VectorListing(space.network, [0] * len(space.operands), bounds)
     return listing.least * (1e-12 if objective == "time" else 1)
 
 

@@ -120,13 +120,11 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
         return tried
     wide = first_long(wide_axes(contraction), spec.by_axis)
     for parts in PARTS:
-        if parts == WIDE and wide is None:
+        if parts == WIDE and (wide is None or _has_kernels(contraction)):
             continue
         top = _resize(contraction, _Classes(contraction.device.kind, parts, "top", wide))
         if top is None or top.resolved.spec == spec:
             return tried
-        if parts == WIDE and _has_kernels(top):
-            continue
         family = FAMILIES.get((top, parts))
         if family is None:
             low = _resize(contraction, _Classes(contraction.device.kind, parts, "low", wide))
@@ -150,7 +148,10 @@ def wide_axes(contraction: Contraction) -> list[str]:
 
 
 def _has_kernels(contraction: Contraction) -> bool:
-    """Whether a kernel runs the contraction in one step. Whether it is the fastest changes with the sizes."""
+    """Whether a kernel of CPUs runs the contraction in one step, at any sizes.
+
+    Whether it is the fastest changes with the sizes.
+    """
     op, rows = Einsum(contraction.resolved.spec, contraction.dtype), load_backend(contraction.backend).table.rows
     return any(row.brackets and row.refusal(op, contraction.device) is None for row in rows.values())
 

@@ -67,6 +67,8 @@ MOST_FILTERED = 13
 FILTER_FRONT = 6
 # opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
 MOST_AUTO = 40
+# The least peak is that of one of so many improved paths, for up to `MOST_AUTO` operands; else of the best by estimate.
+MOST_PEAKS = 10
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
 # Bounds are used if the contraction has fewer joint elements. A float ends at 2^1024.
@@ -269,7 +271,8 @@ class SearchSpace:
         # Bounds are floats.
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
-        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused)
+        more = self.table.more if self.device.kind == "cpu" and not self.table.has_changed else None
+        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more)
 
     @property
     def bounded(self) -> bool:
@@ -424,6 +427,9 @@ def _search_large(
     # A time takes several times as long to estimate as FLOPs.
     most = MOST_CUT if objective == "flops" else MOST_CUT - 1
     improved = improved_path(space.network, space.requires, estimate, paths, ends, most)
-    result, lower = along(improved.path)
-    if result is not None:
-        yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"
+    # An estimate that is a sum says little about a peak.
+    tried = MOST_PEAKS if objective == "peak" and len(space.operands) <= MOST_AUTO else 1
+    for path in improved.paths[:tried]:
+        result, lower = along(path)
+        if result is not None:
+            yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"

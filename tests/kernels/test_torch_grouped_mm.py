@@ -14,6 +14,7 @@ import planner  # noqa: E402
 from planner.backends.torch import backend as torch_backend  # noqa: E402
 from planner.cost.device import A100, CPU, H100, H200  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
+from planner.inspect.verdicts import table_verdicts  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
@@ -25,7 +26,7 @@ def verdicts(spec, *shapes, dtype="bfloat16", device=H200, layouts=None, rows=0)
     """Seconds of each row that runs a step on a device, or why it does not; by the last word of the row's name."""
     resolved = planner.resolve(spec, *(planner.Operand(x, dtype) for x in shapes), q=(rows or shapes[0][0],))
     op = Einsum(resolved, dtype)
-    return load_backend("torch").table.verdicts(op.with_layouts(layouts) if layouts else op, device)
+    return table_verdicts(load_backend("torch").table, op.with_layouts(layouts) if layouts else op, device)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ FEW_PRICED = 24
 # "auto" ends a search if a thousand calls would win less than this many picoseconds for each step that may have to be
 # priced: about the time that pricing takes.
 CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
+# Then it looks at so many steps, those of the trees that are best by bounds, if numpy lists more: each takes some 5 us.
+MOST_LEFT = 30_000
 # Most steps never have to be priced: at the end it was at most so many times as many as before.
 PRICED_AGAIN = 4
 
@@ -152,12 +154,14 @@ class LazySearch:
             self._price_edge(edge)
         edges = [*leaves, *priced.values()]
         key = sum(edge.key for edge in edges)
-        left_over = listing.drop_worse(first_of(key))
+        ends_early = self.stop.gains and self.bounds.objective == "time"
+        left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
         if self._ends(key, bound, left_over - len(priced)):
             return edges, key, min(bound, key)
         listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
         graph = StepGraph([*leaves, *listed], self.network.everything)
-        return self._solve(graph, (edges, key))
+        edges, key, bound = self._solve(graph, (edges, key))
+        return edges, key, bound if cut is None else min(bound, pack((cut, 0, 0, 0)))
 
     def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""

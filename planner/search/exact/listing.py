@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from planner.cost.device import Device
-from planner.cost.floor import gathered_floor, product_floor, unary_floor
+from planner.cost.floor import NUMBERS, Launches, gathered_floor, product_floor, unary_floor, view_launches
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
 from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
 
-__all__ = ["Bounds", "list_edges", "list_plain_edges", "set_keys"]
+# So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
+FEW_EDGES = 8
+
+__all__ = ["Bounds", "launches_of", "list_edges", "list_plain_edges", "set_keys"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Bounds:
         launches: how many operators rows that run only steps with brackets launch at least: for steps of one index
             array, and of several.
         fused: see `product_floor`.
+        more: what the framework's operators launch besides; None if nothing is known of it.
     """
 
     objective: str
@@ -42,6 +47,7 @@ class Bounds:
     hold: bool
     launches: tuple[float, float]
     fused: int
+    more: Launches | None = None
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -110,19 +116,20 @@ def list_edges(
             for target in network.advances(value):
                 edge = Edge(into(Value(operands, target)), (numbers[value],), 0)
                 unary.append(edge)
-                sizes.append(products.unary_sizes(value, Value(operands, target)))
+                sizes.append((bounds.wanted(operands), *products.unary_sizes(value, Value(operands, target))))
                 found.setdefault(target, []).append(edge)
         statuses[operands] = list(found)
         for status in ascending(found):
             edges += found[status]
     products.bound_edges()
-    if bounds.hold and unary:
-        values = list(numbers)
-        wanted = np.array([bounds.wanted(values[edge.result].operands) for edge in unary])
-        elements, taken, added = np.array(sizes).T
+    if bounds.hold:
         # They take rows or add them up, so they are no views.
-        what = (bounds.device, wanted, elements * itemsize(bounds.dtype), (taken, added))
-        set_keys(unary, [unary_floor(objective, *what) for objective in bounds.objectives])
+        size = itemsize(bounds.dtype)
+
+        def floor(objective: str, xp: Any, wanted: Any, elements: Any, taken: Any, added: Any, more: Any) -> Any:
+            return unary_floor(objective, bounds.device, wanted, elements * size, (taken, added), more, xp)
+
+        _set_floors(unary, sizes, bounds.objectives, floor)
     return list(numbers), edges
 
 
@@ -187,6 +194,45 @@ def set_keys(edges: Iterable[Edge], floors: Sequence[Any]) -> None:
         edge.key = pack((int(least), int(seconds), 0, 0))
 
 
+def _set_floors(
+    edges: list[Edge], rows: list[tuple[float, ...]], objectives: Sequence[str], floor: Callable[..., Any]
+) -> None:
+    """Set the keys of edges to their lower bounds.
+
+    Args:
+        edges: the edges.
+        rows: the sizes of each.
+        objectives: as in `Bounds`.
+        floor: returns the bound, from the objective, what the sizes are (see `planner.cost.floor`), and the sizes.
+    """
+    if len(edges) > FEW_EDGES:
+        columns = np.array(rows, dtype=float).T
+        set_keys(edges, [floor(objective, np, *columns) for objective in objectives])
+        return
+    for edge, row in zip(edges, rows, strict=True):
+        first, *rest = [int(floor(objective, NUMBERS, *row)) for objective in objectives]
+        edge.key = pack((first, *rest, 0, 0) if rest else (first, 0, 0, 0))
+
+
+def launches_of(
+    bounds: Bounds,
+    terms: tuple[Any, Any, Any],
+    in_order: tuple[Any, Any, Any],
+    wide: int,
+    xp: Any,
+    copies: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Return how many operators more than one a product and its two gradients launch; args as in `view_launches`."""
+    if bounds.more is None:
+        return (0.0, 0.0, 0.0)
+    (a, b, out), (known_a, known_b, known_out) = terms, in_order
+    more = partial(view_launches, bounds.more, wide=wide, xp=xp, copies=copies)
+    forward = more(terms, in_order)
+    if not bounds.gradient_operands:
+        return forward, 0.0, 0.0
+    return forward, more((out, b, a), (known_out, known_b, known_a)), more((a, out, b), (known_a, known_out, known_b))
+
+
 class _Products:
     """Collects the sizes of products, and bounds all of them at once."""
 
@@ -235,7 +281,9 @@ class _Products:
             share = share if gathers == 1 else 1.0
             wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
-            self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, *wanted))
+            self._gathered[1].append(
+                (joint, share, sum(elements), copies, *counts, kernels, self._row_launches(indexing), *wanted)
+            )
         else:
             self.add_plain(edge, a.operands, b.operands, terms)
 
@@ -245,11 +293,17 @@ class _Products:
             return  # the only product is priced in any case
         a, b, out = terms
         wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
+        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
+        more = launches_of(self.bounds, (a, b, out), in_order, self.network.wide, NUMBERS)
         self._plain[0].append(edge)
-        self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted))
+        self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted, *more))
 
     def unary_sizes(self, value: Value, result: Value) -> tuple[float, ...]:
-        """Return the elements that a step on one value reads and writes, and the rows that it takes and adds up."""
+        """Return the sizes of a step on one value.
+
+        These are the elements that it reads and writes, the rows that it takes and adds up, and how many operators more
+        than one it launches.
+        """
         network = self.network
         terms = [network.value_axes(value), network.value_axes(result)]
         elements, chosen, indexing = sum(map(self.size, terms)), [0, 0], [False, False]
@@ -259,7 +313,7 @@ class _Products:
                     chosen[place] |= rows
                     indexing[place] = True
                     terms[place] = terms[place] & ~pool | rows
-        return (elements, *self._rows(terms, indexing, chosen))
+        return (elements, *self._rows(terms, indexing, chosen), self._row_launches(indexing))
 
     def _rows(self, terms: Sequence[int], indexing: Sequence[bool], chosen: Sequence[int]) -> tuple[float, float]:
         """Return how many rows a step takes, and how many it adds up; see `planner.backends.common.stock_rows`.
@@ -272,6 +326,19 @@ class _Products:
         counts = [self.size(axes) * indexed for axes, indexed in zip(chosen, indexing, strict=True)]
         adds = self.size(terms[-1] & ~chosen[-1]) > 1  # adding up rows of one element is like taking them
         return sum(counts[:-1]) + (not adds) * counts[-1], adds * counts[-1]
+
+    def _row_launches(self, indexing: Sequence[bool]) -> float:
+        """Return how many operators more the stock implementation launches to take and add up rows.
+
+        Its gradient adds up rows where it takes some.
+
+        Args:
+            indexing: whether each term of the step is indexed.
+        """
+        more = self.bounds.more
+        if more is None:
+            return 0.0
+        return min(more.take, more.add) * sum(indexing) + 2 * more.view * (len(indexing) == 3)
 
     def _share(self, pool: int, rows: int, others: list[int]) -> float:
         """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
@@ -288,20 +355,19 @@ class _Products:
 
     def bound_edges(self) -> None:
         """Set the keys of all edges to their lower bounds."""
-        device, dtype, objectives = self.bounds.device, self.bounds.dtype, self.bounds.objectives
-        edges, rows = self._plain
-        if edges:
-            joint, a, b, out, *wanted = np.array(rows, dtype=float).T
-            empty, any_wanted = joint == 0, np.maximum(*wanted)
-            joint, a, b, out = (np.where(empty, 1.0, size) for size in (joint, a, b, out))
-            floors = []
-            for objective in objectives:
-                floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, self.bounds.fused)
-                floors.append(np.where(empty, unary_floor(objective, device, any_wanted), floor))
-            set_keys(edges, floors)
-        edges, rows = self._gathered
-        if edges:
-            joint, share, elements, copies, taken, added, launches, *wanted = np.array(rows, dtype=float).T
+        bounds = self.bounds
+        device, dtype = bounds.device, bounds.dtype
+
+        def plain(objective: str, xp: Any, joint: Any, a: Any, b: Any, out: Any, *rest: Any) -> Any:
+            empty, wanted, more = joint == 0, rest[:2], rest[2:]
+            joint, a, b, out = (xp.where(empty, 1.0, size) for size in (joint, a, b, out))
+            floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, bounds.fused, more, xp)
+            return xp.where(empty, unary_floor(objective, device, xp.maximum(*wanted), xp=xp), floor)
+
+        def gathered(objective: str, xp: Any, joint: Any, share: Any, elements: Any, copies: Any, *rest: Any) -> Any:
+            taken, added, kernels, stock, *wanted = rest
             sizes = (joint, share, elements, copies, (taken, added))
-            floors = [gathered_floor(name, device, dtype, *sizes, launches, wanted) for name in objectives]
-            set_keys(edges, floors)
+            return gathered_floor(objective, device, dtype, *sizes, kernels, wanted, stock, xp)
+
+        _set_floors(*self._plain, bounds.objectives, plain)
+        _set_floors(*self._gathered, bounds.objectives, gathered)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from planner.language.cached import cached_by_step
@@ -33,8 +33,7 @@ MOST_SHARED = 4
 Status = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A value of the search: its operands (a bit set) and the status of each one-hot factor."""
 
     operands: int
@@ -113,6 +112,7 @@ class Network:
             order.update(dict.fromkeys(gather.axes))
         self.axes = tuple(order)
         self._bit = {axis: 1 << i for i, axis in enumerate(self.axes)}
+        self.wide = self.mask([axis for axis in self.axes if sizes[axis] != 1])
         self._leaf_masks = [self.mask(term) for term in self.leaves]
         self.result_mask = self.mask(self.result)
         self.pools = [self._bit[pools[g]] for g in gathers]
@@ -130,11 +130,11 @@ class Network:
         self.open = (POOL,) * len(gathers)
         self.final: Status = tuple(SCATTER if pool & self.result_mask else ROWS for pool in self.pools)
 
-    def mask(self, term: Term | str) -> int:
+    def mask(self, term: Iterable[Any]) -> int:
         """Return the bit set of a term's axes."""
         mask = 0
         for axis in term:
-            mask |= self._bit[axis]  # type: ignore[index]
+            mask |= self._bit[axis]
         return mask
 
     def term(self, mask: int) -> tuple[str, ...]:

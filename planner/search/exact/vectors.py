@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.cost.floor import product_floor
 from planner.search.exact.graph import Edge, first_of
-from planner.search.exact.listing import Bounds, set_keys
+from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
 from planner.search.exact.steps import SearchEnded
 
@@ -70,7 +70,8 @@ class ValueSizes:
         for operand in range(operands):
             union = np.concatenate([union, union | network.union(1 << operand)])
         self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
-        self.axes: Any = union & (union[::-1] | network.result_mask)
+        few = len(network.axes) < 31
+        self.axes: Any = (union & (union[::-1] | network.result_mask)).astype(np.int32 if few else np.int64)
         self.elements: Any = self.size(self.axes)
 
     def size(self, axes: Any) -> Any:
@@ -132,54 +133,91 @@ class VectorListing:
                 stack += (left, union ^ left)
         return splits[::-1]
 
-    def drop_worse(self, limit: int) -> int:
-        """Drop the steps that are in no tree with this score or a lower one. Return how many are left."""
+    def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
+        """Drop the steps that are in no tree with this score or a lower one.
+
+        Args:
+            limit: the score.
+            most: how many steps to leave at most; None for all. Those in the best trees are left.
+
+        Returns:
+            How many steps are left, and the score from which on steps of trees are missing; None if none are.
+        """
         everything = self.network.everything
         outside = np.full(everything + 1, np.inf)
         outside[everything] = 0.0
-        most = limit * (1 + 1e-9) + 1
-        self._survivors = []
+        highest = limit * (1 + 1e-9) + 1
+        left_over: list[tuple[Any, Any, Any, Any]] = []
         for union, left, right, floors in self._bounded_blocks(reverse=True):
-            reached = np.nonzero(outside[union] + self._inside[union] <= most)[0]
+            reached = np.nonzero(outside[union] + self._inside[union] <= highest)[0]
             if not len(reached):
                 continue
             union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
             above = outside[union][:, None] + floors
             total = above + self._inside[left] + self._inside[right]
-            rows, columns = np.nonzero(total <= most)
+            rows, columns = np.nonzero(total <= highest)
             a, b = left[rows, columns], right[rows, columns]
             above = above[rows, columns]
             np.minimum.at(outside, a, above + self._inside[b])
             np.minimum.at(outside, b, above + self._inside[a])
-            self._survivors.append((union[rows], a, b, floors[rows, columns]))
-        return sum(len(block[0]) for block in self._survivors)
+            left_over.append((union[rows], a, b, total[rows, columns]))
+        totals = np.concatenate([block[3] for block in left_over])
+        cut = None
+        if most is not None and len(totals) > most:
+            highest = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
+            cut = int(highest)
+        self._survivors = [tuple(part[total <= highest] for part in rest) for *rest, total in left_over]
+        return sum([len(union) for union, _, _ in self._survivors]), cut
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right, floors in reversed(self._survivors):
+        for union, left, right in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
             edges = [Edge(result, (a, b), 0) for result, a, b in columns]
-            times = [self._floors(name, union, left, right) for name in self.bounds.objectives[1:]]
-            set_keys(edges, [floors, *times])
+            # Of few steps more is found out.
+            set_keys(edges, [self._floors(name, union, left, right, True) for name in self.bounds.objectives])
             yield from edges
 
     def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
-        for union, left, right in split_blocks(self.operands, reverse):
-            floors = self._floors(self.bounds.objective, union[:, None], left, right)
-            block = (union, left, right, floors)
-            if self.operands <= KEPT_OPERANDS:
-                self._kept.append(block)
-            yield block
+        blocks: list[tuple[Any, Any, Any]] = []
+        for block in split_blocks(self.operands, reverse):
+            blocks.append(block)
+            if sum([left.size for _, left, _ in blocks]) >= BLOCK:
+                yield from self._bound(blocks)
+                blocks = []
+        yield from self._bound(blocks)
 
-    def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
+    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield blocks with the bounds of their splits. Bounding all of them at once takes less time if they are small.
+
+        Args:
+            blocks: what `split_blocks` yielded.
+        """
+        if not blocks:
+            return
+        unions = [np.repeat(union, left.shape[1]) for union, left, _ in blocks]
+        lefts, rights = [left.ravel() for _, left, _ in blocks], [right.ravel() for _, _, right in blocks]
+        union, left, right = (np.concatenate(parts) for parts in (unions, lefts, rights))
+        floors = self._floors(self.bounds.objective, union, left, right)
+        ends = np.cumsum([len(part) for part in lefts])[:-1]
+        for (union, left, right), part in zip(blocks, np.split(floors, ends), strict=True):
+            bounded = (union, left, right, part.reshape(left.shape))
+            if self.operands <= KEPT_OPERANDS:
+                self._kept.append(bounded)
+            yield bounded
+
+    def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
         bounds, values = self.bounds, self._values
         joint = values.size(values.axes[left] | values.axes[right])
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused)
+        sets = (values.axes[left], values.axes[right], values.axes[union])
+        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
+        more = launches_of(bounds, sets, in_order, self.network.wide, np, copies)
+        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:

@@ -46,9 +46,9 @@ Terms = Sequence[Sequence[int]]
 
 
 class Improved(NamedTuple):
-    """The path that a search found, and whether Ctrl-C ended the search."""
+    """The paths that a search found, the best by the estimate first, and whether Ctrl-C ended the search."""
 
-    path: tuple[tuple[int, ...], ...]
+    paths: list[tuple[tuple[int, ...], ...]]
     interrupted: bool
 
 
@@ -81,7 +81,7 @@ def improved_path(
     ends: float | None = None,
     most: int = MOST_CUT,
 ) -> Improved:
-    """Return the best path that greedy searches and the search over parts of trees find.
+    """Return the best path that greedy searches and the search over parts of trees find, and the others.
 
     Args:
         network: what to contract.
@@ -136,10 +136,11 @@ def improved_path(
     except KeyboardInterrupt:
         if not best:
             raise
-        return Improved(best[0][1], True)
+        return Improved([best[0][1]], True)
     finally:
         bar.close()
-    return Improved(best[0][1], False)
+    paths = [best[0][1], *(tree.path() for tree in sorted(found, key=lambda tree: tree.cost))]
+    return Improved(list(dict.fromkeys(paths)), False)
 
 
 def _starts(network: NumberedNetwork, given: Sequence[tuple[tuple[int, ...], ...]]) -> Iterator[Steps]:

@@ -77,7 +77,10 @@ Estimate = Callable[[StepSizes, float], Array]
 
 
 def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
-    """Return the estimate of what an objective minimises: FLOPs, bytes moved, seconds, or the bytes of the results."""
+    """Return the estimate of what an objective minimises: FLOPs, bytes moved, seconds, or the bytes of the results.
+
+    For a peak these are the bytes of what each step reads and writes.
+    """
     width = itemsize(dtype)
     matrix_seconds = 0.0 if device.products else device.matrix_seconds
 
@@ -95,6 +98,9 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
 
     def results(sizes: StepSizes, scale: float) -> Array:
         return np.exp2(sizes.result - scale) * width
+
+    def held(sizes: StepSizes, scale: float) -> Array:
+        return (np.exp2(sizes.left - scale) + np.exp2(sizes.right - scale) + np.exp2(sizes.result - scale)) * width
 
     def seconds(sizes: StepSizes, scale: float) -> Array:
         joint, *operands = sizes[:4]
@@ -114,7 +120,7 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
         one = np.maximum(computing, moving) + fresh + matrices + device.launch_seconds * 2.0**-scale
         return one * sizes.products
 
-    estimates = {"flops": flops, "bytes": moved, "time": seconds, "peak": results, "retained": results}
+    estimates = {"flops": flops, "bytes": moved, "time": seconds, "peak": held, "retained": results}
     return estimates[objective]
 
 
