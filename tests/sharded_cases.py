@@ -654,6 +654,22 @@ def test_layers_that_are_alike_share_the_program_of_a_device():
     assert gathered().lower(*GATHERED).as_text() == text
 
 
+def test_layers_of_grouped_products_hold_no_loops():
+    """XLA compiles a loop, and each scatter in it, anew for each layer: the one scatter here sorts rows for all."""
+    x, q = put(small(4096, 16), "x"), put(jnp.arange(4096, dtype="int32") % 9, "x")
+    weights = [put(small(8, 16, 16)) for _ in range(3)]
+
+    def layers(x, weights, q):
+        for w in weights:
+            x = planner.contract("nj, q[n]jk -> nk", x, w, q=q, index_mode="drop") % 7
+        return x
+
+    program = jax.jit(layers).lower(x, weights, q).compile()
+    text = program.as_text()
+    assert (text.count(" sort("), text.count(" while("), text.count(" scatter(")) == (1, 0, 1)
+    np.testing.assert_array_equal(program(x, weights, q), jax_fast.jit(layers)(x, weights, q))
+
+
 def test_a_program_is_lowered_for_devices_that_are_not_there():
     mesh = AbstractMesh((8,), ("x",))
     x, w = (
