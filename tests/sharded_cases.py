@@ -557,6 +557,25 @@ def test_gradients_on_explicit_axes_outside_of_jit(function):
 
 
 @pytest.mark.parametrize(
+    "within",
+    [jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.lax.cond(jnp.sum(xs[2]) > 0, f, lambda *xs: 2 * f(*xs), *xs)],
+    ids=["jit", "checkpoint", "cond"],
+)
+def test_gradients_outside_of_functions_that_jax_traces(within):
+    """The call within sees no gradient, and the gradient comes from explicit axes."""
+
+    def gradients(f):
+        return jax.grad(lambda a, c: (f(a, c, TYPED[2]) ** 2).sum(), (0, 1))
+
+    with jax.set_mesh(EXPLICIT):
+        found, wanted = gradients(within(rows))(*TYPED[:2]), jax.jit(gradients(rows))(*TYPED[:2])
+        inner = jax.jit(gradients(within(rows)))(*TYPED[:2])
+    for each in (found, inner):
+        jax.tree.map(np.testing.assert_array_equal, each, wanted)
+        assert list(map(jax.typeof, each)) == list(map(jax.typeof, wanted))
+
+
+@pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: planner.plan("nj, jk -> nk", LONG, MATRIX).analyze(put(LONG, "x"), MATRIX), "is on several devices"),

@@ -56,7 +56,7 @@ _JAX = IndexOps(
 )
 # The most indices that one loop of XLA looks at, where it would compile several that share the work.
 FEW = 1 << 12
-# The same for the least and the greatest index: up to 16,384 take as long in one loop, and more compile in half the time.
+# The same for the least and the greatest index. So many run as fast in one loop, which compiles in half the time.
 _FEW_BOUNDS = 1 << 14
 # Under "raise" an entry may read any row where NaN marks the results that depend on it.
 _MARKED = IndexMode(True, "clamp")

@@ -1,4 +1,4 @@
-"""How long layers with gathers take to compile on eight simulated devices: `python tests/peers/sharded_layers.py [layers]`.
+"""How long layers take to compile on eight simulated devices: `python tests/peers/sharded_layers.py [layers]`.
 
 For each kind of layer, forward and with gradients, it prints what planner takes for what jnp takes: trace, lowering and
 compilation, in seconds of processor time and in seconds, the least of three. Both take turns.
