@@ -214,15 +214,15 @@ class JaxBackend(Backend):
                 return like_einsum(whole(tuple(operands), given, mode), operands)
             # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
             typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=sharding)
-            depth = max(map(_count_gradients, operands)) if is_eager else 0
-            if depth > 1:
+            depth = max(map(_count_gradients, operands))
+            if depth > 1 and is_eager:
                 raise PlannerError(
                     "gradients of gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))"
                 )
-            if depth:
-                # Kept values would be on automatic axes, and the output's gradient is on explicit axes. JAX compiles no
-                # program of both for named devices.
-                typed = jax.jit(jax.checkpoint(typed))
+            # Kept values would be on automatic axes, and the output's gradient is on explicit axes. JAX compiles no
+            # program of both for named devices. A gradient may be taken outside of a `jit` that holds the call, too.
+            if bool(depth) == is_eager:
+                typed = jax.jit(jax.checkpoint(typed, prevent_cse=is_eager))
             return like_einsum(typed(tuple(operands), given), operands)
 
         return run

@@ -67,22 +67,25 @@ class Mode(NamedTuple):
 TABLE = make_table()
 # The table with the tiles of graphics cards.
 CARD_TABLE = make_table(jax_grouped.CARD)
+# The table of one of several devices of a CPU.
+PART_TABLE = make_table(jax_grouped.PART)
 # Platforms whose table is another one, and the module of their Pallas kernels in `planner.kernels`. The table has the
 # same rows on every platform.
 PLATFORMS = {"tpu": "grouped_matmul.pallas_tpu", "cuda": "grouped_matmul.pallas_gpu", "rocm": ""}
 
 
-def platform_table(platform: str, pallas: bool) -> Table:
+def platform_table(platform: str, pallas: bool, several: bool = False) -> Table:
     """Return the table for a platform.
 
     Args:
         platform: a key of `PLATFORMS`, or "" for another platform.
         pallas: whether the program may hold Pallas kernels.
+        several: whether it is for one of several devices.
     """
     module = PLATFORMS.get(platform)
     if module and pallas and (platform != "cuda" or hopper()):
         return _pallas_table(module)
-    return CARD_TABLE if platform in ("cuda", "rocm") else TABLE
+    return CARD_TABLE if platform in ("cuda", "rocm") else PART_TABLE if several and not TABLE.has_changed else TABLE
 
 
 @lru_cache(maxsize=len(PLATFORMS))
@@ -220,9 +223,9 @@ def evaluate(
     else:
         target = mode.lower.target if isinstance(mode.lower, _Lowerer) else (CPU, "time")
         own = id(TABLE.rows[lowering]) if TABLE.has_changed else 0
-        run = _Run(lowering, mode.precision, target, platform, pallas, own)
-        given = _given(op, raw)
         parted = several and not _xla_splits(op, lowering)
+        run = _Run(lowering, mode.precision, target, platform, pallas, parted, own)
+        given = _given(op, raw)
         results = run_on_devices(run, op, inputs, given, index_mode) if parted else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
     return [guarded(x, each).reshape(view) for x, each, view in pairs]
@@ -245,6 +248,7 @@ class _Run:
         target: the device and the objective that choose another implementation.
         platform: a key of `PLATFORMS`, or "" for another platform.
         pallas: whether the program may hold Pallas kernels.
+        several: whether arrays are those of one of several devices.
         own: the address of the implementation if the table is not as the library made it, else 0.
     """
 
@@ -253,6 +257,7 @@ class _Run:
     target: tuple[Device, str]
     platform: str
     pallas: bool
+    several: bool
     own: int
 
     def __call__(self, op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any], index_mode: str) -> tuple[Any, ...]:
@@ -271,7 +276,7 @@ class _Run:
         # The precision was fixed when the step was bound: a program may be lowered in another context than that.
         # Profilers and XLA's own texts show the implementation's name.
         with jax.default_matmul_precision(self.precision), jax.named_scope(lowering):
-            results = platform_table(self.platform, self.pallas).run(lowering, op, inputs, index)
+            results = platform_table(self.platform, self.pallas, self.several).run(lowering, op, inputs, index)
         if index_mode == "raise" and not index.shown:
             pairs = zip(results, op.output_terms, strict=True)
             results = tuple(poison(x, term, op.spec, given) for x, term in pairs)

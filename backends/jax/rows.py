@@ -328,5 +328,5 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         launches=6,  # on a card: 20 kernels within a program
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
-    own = _flat_matmul(), _multiply_and_add(multiply_and_add if grouped is jax_grouped.CPU else as_dot)
+    own = _flat_matmul(), _multiply_and_add(as_dot if grouped is jax_grouped.CARD else multiply_and_add)
     return Table([*stock, in_pieces(), *own, *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)

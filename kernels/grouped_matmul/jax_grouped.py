@@ -9,6 +9,7 @@ A loop takes a few tiles per step. It gathers their rows and matrices, multiplie
 scatters the products to their rows. `CARD` has the same functions with other tiles, for graphics cards:
 
 - On a CPU the number of steps is dynamic, and a step's numbers stay in the cache.
+- On one of several devices of a CPU, one step takes all tiles if they are few.
 - On a card the host would have to wait for a dynamic number in every step. So the loop also takes tiles that are not
   used. A step takes hundreds of tiles, because each of its kernels costs a launch.
 
@@ -27,9 +28,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from planner.kernels.grouped_matmul.jax_tilings import Tiling, TilingOf, card_tiling, tiling
+from planner.kernels.grouped_matmul.jax_tilings import Tiling, TilingOf, card_tiling, part_tiling, tiling
 from planner.kernels.grouping.jax_bits import bits, gather_rows, of_bits
-from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups, group_rows, most_tiles
+from planner.kernels.grouping.jax_grouping import (
+    COMPARE,
+    Groups,
+    Tiles,
+    accumulator,
+    cut_groups,
+    group_rows,
+    most_tiles,
+)
 
 # How `jnp.searchsorted` works on a card: other than a loop, an unrolled search is few kernels.
 CARD_SEARCH = "scan_unrolled"
@@ -220,13 +229,15 @@ def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
     """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
     steps = -(-most_tiles(rows, tile_sizes.rows, size, empty=False) // tile_sizes.tiles)
-    search = CARD_SEARCH if tile_sizes.on_card else "scan"
+    search = CARD_SEARCH if tile_sizes.on_card else COMPARE if tile_sizes.whole else "scan"
     return cut_groups(groups, tile_sizes.rows, steps * tile_sizes.tiles, empty=False, search=search)
 
 
 def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Run `step` for each batch of tiles, up to the last tile that has rows, or for all of them."""
     steps = tile_sizes.steps
+    if tile_sizes.whole:
+        return step(jnp.int32(0), carry)
     if steps is None:
         last = lax.div(tiles.firsts[-1] + (tile_sizes.tiles - 1), jnp.int32(tile_sizes.tiles))
         return lax.fori_loop(jnp.int32(0), last, step, carry)
@@ -241,6 +252,8 @@ def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Ti
 
 
 def _part(values: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    if count == values.shape[0]:
+        return values
     return lax.dynamic_slice(values, (start,), (count,), allow_negative_indices=False)
 
 
@@ -275,8 +288,7 @@ class _Results:
 
     def start(self, number: int) -> jax.Array:
         """Return what the loop starts with; the number is as in `_filled`."""
-        # Rows in no group are taken from a last lane, which stays zero.
-        count = self.shape[0] if self.rows is None else self.lanes + 1
+        count = self.shape[0] if self.rows is None else self.lanes
         return bits(_filled((count, *self.shape[1:]), self.dtype, self.groups, number))
 
     def step_rows(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -291,16 +303,19 @@ class _Results:
         values = bits(values.astype(self.dtype))
         if self.rows is None:
             return _put(out, row, values, self.tile_sizes.on_card)
+        if self.tile_sizes.whole:
+            return values
         corner = (number * values.shape[0], *[jnp.int32(0)] * (out.ndim - 1))
         return lax.dynamic_update_slice(out, values, corner, allow_negative_indices=False)
 
     def finish(self, out: jax.Array) -> jax.Array:
         """Return the results row by row; zeros for rows that are in no group."""
-        if self.rows is not None:
-            absent = jnp.full((self.shape[0], 1), self.lanes, jnp.int32)
-            lane = lax.broadcasted_iota(jnp.int32, (self.lanes, 1), 0)
-            out = gather_rows(out, _put(absent, self.rows, lane, False)[:, 0])
-        return of_bits(out, self.dtype)
+        out = of_bits(out, self.dtype)
+        if self.rows is None:
+            return out
+        absent = jnp.full((self.shape[0], 1), self.lanes, jnp.int32)
+        lane = lax.broadcasted_iota(jnp.int32, (self.lanes, 1), 0)
+        return _take(out, _put(absent, self.rows, lane, False)[:, 0])
 
 
 def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
@@ -372,3 +387,10 @@ CARD = TiledKernels(
     partial(group_rows, search=CARD_SEARCH),
 )
 """The functions of this module with the tiles of a graphics card."""
+PART = TiledKernels(
+    partial(grouped_matmul, tiling_of=part_tiling),
+    partial(grouped_outer, tiling_of=part_tiling),
+    partial(grouped_gradients, tiling_of=part_tiling),
+    partial(group_rows, search=COMPARE),
+)
+"""The functions of this module with the tiles of one of several devices on a CPU."""

@@ -3,6 +3,7 @@
 Everything here has static shapes and runs under ``jax.jit``: no value leaves the device.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,12 @@ from planner.language import dtypes
 UINT32_BITS = 32
 # The most pairs of numbers that are compared instead of searched for: XLA compiles one loop in place of a dozen.
 FEW_PAIRS = 1 << 14
+# The same where a program should be compiled fast rather than run fast.
+MANY_PAIRS = 1 << 18
+# The method that compares all pairs, if these are not more, with few loops.
+COMPARE = "compare"
+# XLA on a CPU sums more numbers than this along a dimension in two loops.
+_SUMMED = 32
 
 
 class Groups(NamedTuple):
@@ -40,7 +47,7 @@ def group_rows(index: jax.Array, size: int, search: str = "scan") -> Groups:
     Args:
         index: Group of each row, `(N,)`, any integer dtype, values in `[0, size]`; `size` drops the row.
         size: Number of groups.
-        search: The method of `jnp.searchsorted`.
+        search: The method of `jnp.searchsorted`, or `COMPARE`.
 
     Raises:
         ValueError: `index` is not flat, or has 2**31 rows or more.
@@ -62,8 +69,8 @@ class Tiles(NamedTuple):
 
     Attributes:
         group: Group of each tile, `(T,)`.
-        start: Position of the tile's first row in the sorted order, `(T,)`; of an unused tile, the number of rows.
-        stop: Position behind the last row of the tile's group, `(T,)`; 0 for an unused tile.
+        start: Position of the tile's first row in the sorted order, `(T,)`.
+        stop: Position behind the last row of the tile's group, `(T,)`; for an unused tile not above its start.
         firsts: Number of tiles before each group, and of all that are used, `(groups + 1,)`.
     """
 
@@ -100,19 +107,42 @@ def cut_groups(groups: Groups, rows: int, most: int, empty: bool, search: str = 
         rows: rows of a tile.
         most: number of tiles.
         empty: whether a group without rows has a tile.
-        search: the method of `jnp.searchsorted`.
+        search: the method of `jnp.searchsorted`, or `COMPARE`.
     """
     starts, stops = groups.offsets[:-1], groups.offsets[1:]
     # Operations of `lax`: those of `jnp` would be as many again, for numbers that are negative.
     counts = lax.max(lax.div(stops - starts + (rows - 1), jnp.int32(rows)), jnp.int32(empty))
+    tile = lax.iota(jnp.int32, most)
+    if search == COMPARE:
+        return _cut_by_sums(stops - starts, counts, rows, tile)
     ends = lax.cumsum(counts)
     firsts = lax.concatenate([ends - counts, ends[-1:]], 0)
-    tile = lax.iota(jnp.int32, most)
     group = lax.min(_search(ends, tile, "right", search), jnp.int32(starts.shape[0] - 1))
     first, start, stop = (_take(values, group) for values in (firsts, starts, stops))
     start, used = start + (tile - first) * rows, tile < ends[-1]
     absent = lax.full_like(start, groups.order.shape[0])
     return Tiles(group, lax.select(used, start, absent), lax.select(used, stop, lax.full_like(stop, 0)), firsts)
+
+
+def _cut_by_sums(sizes: jax.Array, counts: jax.Array, rows: int, tile: jax.Array) -> Tiles:
+    """Cut groups of these sizes into so many tiles each, by sums over groups alone: XLA makes a loop of each sum.
+
+    The tiles before a tile have as many lanes as rows of the groups before it, and the padding of these groups.
+    """
+    group = lax.iota(jnp.int32, sizes.shape[0])
+    ends = _sum_where(group[:, None] <= group, counts)
+    firsts = ends - counts
+    done = ends[:, None] <= tile
+    number = jnp.sum(done[:-1], axis=0, dtype=jnp.int32)
+    start = tile * rows - _sum_where(done, counts * rows - sizes)
+    stop = _sum_where(firsts[:, None] <= tile, sizes)
+    return Tiles(number, start, stop, lax.concatenate([firsts, ends[-1:]], 0))
+
+
+def _sum_where(mask: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the sum of the values, one a row of the mask, where each column of it is true."""
+    wide = lax.broadcast_in_dim(values, mask.shape, (0,))
+    return jnp.sum(lax.select(mask, wide, lax.full_like(wide, 0)), axis=0, dtype=jnp.int32)
 
 
 def accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
@@ -152,10 +182,22 @@ def _not_folded(x: jax.Array) -> jax.Array:
 
 def _search(ascending: jax.Array, wanted: jax.Array, side: str, search: str) -> jax.Array:
     """Return the position of each wanted number among ascending ones."""
-    if ascending.size * wanted.size <= FEW_PAIRS:
-        column, row = ascending[:, None], wanted[None, :]
-        return jnp.sum(column < row if side == "left" else column <= row, axis=0, dtype=jnp.int32)
+    if ascending.size * wanted.size <= (MANY_PAIRS if search == COMPARE else FEW_PAIRS):
+        column, row = _split(ascending)[..., None], wanted
+        before = column < row if side == "left" else column <= row
+        return jnp.sum(before, axis=tuple(range(before.ndim - 1)), dtype=jnp.int32)
+    search = "scan" if search == COMPARE else search
     return jnp.searchsorted(ascending, wanted, side=side, method=search).astype(jnp.int32)
+
+
+def _split(ascending: jax.Array) -> jax.Array:
+    """Return numbers in dimensions along which XLA sums in one loop, with greatest numbers behind them."""
+    shape = [ascending.shape[0]]
+    while shape[0] > _SUMMED:
+        shape[:1] = [-(-shape[0] // _SUMMED), _SUMMED]
+    absent = np.array(jnp.iinfo(ascending.dtype).max, ascending.dtype)
+    padding = math.prod(shape) - ascending.shape[0]
+    return lax.pad(ascending, absent, [(0, padding, 0)]).reshape(shape)
 
 
 def _take(values: jax.Array, positions: jax.Array) -> jax.Array:

@@ -373,5 +373,9 @@ KERNELS = (
         problems=problems(JAX_PROBLEMS),
     ),
     Kernels("JAX, cards", ("jax",), problems(JAX_PROBLEMS), (20, 200), open=_card),
+    Kernels(
+        "JAX, part of a mesh", ("jax",), problems(JAX_PROBLEMS), (10, 200),
+        open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped").PART),
+    ),
     Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=pallas),
 )  # fmt: skip
