@@ -66,8 +66,9 @@ def part_tiling(sizes: tuple[int, ...], itemsize: int = 4) -> Tiling:
     """Choose the tiles of one of several devices on a CPU, so that a program with many layers compiles fast.
 
     If few numbers are read and written, one step takes all tiles. Then there is no loop to compile, and no scatter of
-    rows: XLA compiles kernels that are alike once, but a scatter for each layer. The program takes 1.4 times as long to
-    run as one with a loop, or less (512 to 4,096 rows by 16 x 16 in 8 to 64 groups, 2-core AMD EPYC, 2026-11-25).
+    rows: XLA compiles kernels that are alike once, but a scatter for each layer. The program takes 0.9
+    to 1.6 times as long to run as one with a loop, and up to 3 times with few rows in many groups, such as 1,024 rows
+    in 100 (512 to 4,096 rows by 16 x 16, 2-core AMD EPYC, 2026-11-25).
     """
     rows, size_i, groups, size_j, size_k = sizes
     tile_rows = max(1, min(math.ceil(_best_rows(sizes) / LANES) * LANES // max(size_i, 1), rows))
