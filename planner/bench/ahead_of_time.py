@@ -308,6 +308,7 @@ def _widest(text: str) -> int:
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)
     words = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)
     sizes = [int(n or 1) * int(bits) // 8 for n, bits in loads] + [int(size, 0) for size in copies]
+    sizes += [2] * bool(re.search(r"(?:global|buffer)_load_[us]short", text))
     return max(sizes + [4 * int(n or 1) for n in words], default=0)
 
 
@@ -383,7 +384,8 @@ def markdown(builds: Sequence[Built]) -> str:
 def _cell(builds: Sequence[Built]) -> str:
     if not builds:
         return ""
-    units = "/".join(dict.fromkeys(x.multiplies[0] for x in builds if x.multiplies))
+    multiply = [x for x in builds if x.multiplies and x.kernel.removesuffix("_kernel") not in _PREPARE]
+    units = "/".join(dict.fromkeys(x.multiplies[0] for x in multiply))
     registers, programs = max(x.registers for x in builds), min(x.programs for x in builds)
     widest, spilled = min(x.widest for x in builds), max(x.spilled for x in builds)
     more = [units] * bool(units) + [f"spills {spilled}"] * bool(spilled)
@@ -406,8 +408,9 @@ def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
         "A cell shows the worst of its architectures and of all versions of Triton: the registers of a thread (r), how",
         "many programs run at once on a multiprocessor (p), the widest read of a thread (B, bytes), and what",
         "multiplies: tensor cores (`mma`, `wgmma`, `tcgen05`, `mfma`) or `fma`. A cell is empty if the plan for this",
-        "card launches no such kernel. The rows of `all` workloads are kernels that prepare products, finish them or",
-        f"only add. {problems}",
+        "card launches no such kernel. `product` multiplies matrices, `pair` makes both gradients in one walk over the",
+        "rows, `dots` and `sum` read rows through index arrays. The rows of `all` workloads are kernels that prepare",
+        f"products, finish them or only add. {problems}",
         "",
         markdown(builds),
         "## What fails",
