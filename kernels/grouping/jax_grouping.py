@@ -155,6 +155,8 @@ def _search(ascending: jax.Array, wanted: jax.Array, side: str, search: str) -> 
     if ascending.size * wanted.size <= FEW_PAIRS:
         column, row = ascending[:, None], wanted[None, :]
         return jnp.sum(column < row if side == "left" else column <= row, axis=0, dtype=jnp.int32)
+    if search == "scan_unrolled":  # XLA of JAX 0.11 takes minutes to look for constants in it
+        wanted = _not_folded(wanted)
     return jnp.searchsorted(ascending, wanted, side=side, method=search).astype(jnp.int32)
 
 
