@@ -376,8 +376,7 @@ def markdown(builds: Sequence[Built]) -> str:
     rows = [f"| workload | pass | kernel | {' | '.join(columns)} |", "| --- " * (3 + len(columns)) + "|"]
     places = {f"{name}, {dtype}": place for place, (name, dtype, _) in enumerate(cases())}
     for key in sorted(cells, key=lambda x: (places.get(x[0], len(places)), x[0], x[1] != "forward", x[2])):
-        row = cells[key]
-        rows.append(f"| {' | '.join((*key, *(_cell(row.get(name, ())) for name in columns)))} |")
+        rows.append(f"| {' | '.join((*key, *(_cell(cells[key].get(name, ())) for name in columns)))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -396,7 +395,6 @@ def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
     """Return the page for docs/benchmarks."""
     versions = " and ".join(sorted({x.triton for x in builds}))
     kernels = len({(x.triton, x.arch, x.kernel, x.tile, x.registers, x.shared) for x in builds})
-    problems = f"`{RANDOM}`: {_PROBLEMS} random problems."
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines = [
         "# What the Triton kernels need of a GPU",
@@ -410,7 +408,7 @@ def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
         "multiplies: tensor cores (`mma`, `wgmma`, `tcgen05`, `mfma`) or `fma`. A cell is empty if the plan for this",
         "card launches no such kernel. `product` multiplies matrices, `pair` makes both gradients in one walk over the",
         "rows, `dots` and `sum` read rows through index arrays. The rows of `all` workloads are kernels that prepare",
-        f"products, finish them or only add. {problems}",
+        f"products, finish them or only add. `{RANDOM}`: {_PROBLEMS} random problems.",
         "",
         markdown(builds),
         "## What fails",
