@@ -215,8 +215,8 @@ class _Call:
         )
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller. JAX may set
-            # the mesh there; but this is the program of one device.
+            # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller. JAX may
+            # set the mesh there; but this is the program of one device.
             with jax.disable_jit(False), jax.enable_x64(self.wide), jax.sharding.use_abstract_mesh(_NO_MESH):
                 cut = [part.cut(*x) for x in zip(arguments, self.terms, before, strict=True)]
                 found = self.compute(part, cut[:count], dict(zip(self.gathers, cut[count:], strict=True)))
