@@ -109,3 +109,21 @@ def test_what_is_written_by_hand_is_the_same_product(framework):
         operands = row.operands(framework)
         found, expected = (way(xp, *operands) for way in (bench.by_hand(row), gather_then_einsum(row)))
         assert np.array_equal(np.asarray(found), np.asarray(expected)), row.name
+
+
+LEAN_ROWS = ("bm,bm->b", "zui,zui->zu", "xi,xij,xj->x", "p,pijk,i,j->k", "bhij,bhijdm->bhidm", "bi, w[b]i -> b",
+             "ti, q[t]ir, q[t]ro -> to", "uv,ijk,vj->uivk", "ijk,uw,zvj->zuiwk", "w,ijk,wij->wk")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAN_ROWS)
+def test_plans_take_no_more_memory_than_einsum(name):
+    """Without gradients they allocate no more, with gradients they keep no more: measured, by default."""
+    pytest.importorskip("torch")
+    row = next(row for row in corpus("cache") if row.name == name)
+    einsum = bench.RUNS["torch"](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
+    ours = einsum.use(bench.our_way(row))
+    for run in (einsum, ours):
+        run.once()  # plans, and fills caches
+    (peak, _, retained), (our_peak, _, our_retained) = einsum.memory(), ours.memory()
+    assert our_peak <= max(peak, 2**16)
+    assert our_retained <= max(retained, 2**16)

@@ -184,7 +184,8 @@ def test_xla_copies_what_is_predicted(lowering, spec, shapes, copied, xla_sizes)
     assert step.choice.cost.scratch_bytes == copied + in_range
     assert lowering in ("", step.choice.lowering)
     measured = jax_temp_bytes(lambda *xs: plan(*xs, **indices), *operands)
-    assert copied <= measured <= copied + (0 if lowering else in_range + 8 * 2000 * len(indices) + 1024)
+    fewest = copied if jax.__version_info__ < (0, 12) else 0  # later versions of XLA need not copy
+    assert fewest <= measured <= copied + (0 if lowering else in_range + 8 * 2000 * len(indices) + 1024)
 
 
 def test_products_are_exported():

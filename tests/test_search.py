@@ -603,7 +603,7 @@ def test_auto_ends_where_little_can_be_won(work):
         shapes = [tuple(size if axis in "ab" else 8 for axis in term) for term in spec.split("->")[0].split(",")]
         plan = planner.plan(spec, *shapes, backend="numpy", deadline=1e6)  # a deadline is no family's
         assert plan.gap < 0.1
-    little, much = work
+    little, much = work[:2]
     assert little < much
 
 

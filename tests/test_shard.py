@@ -107,7 +107,7 @@ def test_what_repeats_is_split_along_one_dimension():
     assert found.operands == ((("0",), ()), (("0",), ()))
 
 
-def test_a_proposal_prints_what_was_considered():
+def test_a_proposal_prints_what_was_considered(torch):
     text = str(propose(MANY, {"x": 4}, backend="torch"))
     assert text.splitlines()[0] == "nij, q[n]jk -> nik on x=4: n over x"
     assert "all-reduce over n of 8.19 kB" in text

@@ -215,8 +215,9 @@ class _Call:
         )
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller.
-            with jax.disable_jit(False), jax.enable_x64(self.wide):
+            # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller. JAX may
+            # set the mesh there; but this is the program of one device.
+            with jax.disable_jit(False), jax.enable_x64(self.wide), jax.sharding.use_abstract_mesh(_NO_MESH):
                 cut = [part.cut(*x) for x in zip(arguments, self.terms, before, strict=True)]
                 found = self.compute(part, cut[:count], dict(zip(self.gathers, cut[count:], strict=True)))
                 return tuple(part.embed(*x) for x in zip(found, self.outputs, after, strict=True))
@@ -237,6 +238,8 @@ class _Call:
 def _shardings(mesh: Any, placements: Sequence[Placement]) -> tuple[Any, ...]:
     return tuple(NamedSharding(mesh, PartitionSpec(*(names or None for names in dims))) for dims in placements)
 
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 call_p = Primitive("planner_partitioned_call")
 call_p.multiple_results = True

@@ -328,5 +328,5 @@ def _launch(
         product_kernel, count * triton.cdiv(n, tiles.n), arguments,
         MODE=mode, DROPS=int(drops), PRECISION=how, INDEX=index_type(max(m, k), tables[2], a.x, b.x, out.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages, **registers_for(a.x),
+        num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip

@@ -151,7 +151,7 @@ def both_gradients(
         pair_kernel, tasks.most, arguments,
         DROPS=drops, PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
-        num_warps=tiles.warps, num_stages=tiles.stages, **registers_for(a.x),
+        num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip
     if parts is not None:
         add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

@@ -187,6 +187,8 @@ def _search(ascending: jax.Array, wanted: jax.Array, side: str, search: str) -> 
         before = column < row if side == "left" else column <= row
         return jnp.sum(before, axis=tuple(range(before.ndim - 1)), dtype=jnp.int32)
     search = "scan" if search == COMPARE else search
+    if search == "scan_unrolled":  # XLA of JAX 0.11 takes minutes to look for constants in it
+        wanted = _not_folded(wanted)
     return jnp.searchsorted(ascending, wanted, side=side, method=search).astype(jnp.int32)
 
 

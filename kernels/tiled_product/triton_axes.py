@@ -112,9 +112,18 @@ def packed(table: Tensor | None) -> Tensor | None:
     return None if table is None else table.contiguous()
 
 
-def registers_for(x: Tensor) -> dict[str, Any]:
-    """Return the option that gives a thread all registers. Products of float64 keep more in memory with it."""
-    return _ALL_REGISTERS if x.element_size() < 8 else {}
+def registers_for(x: Tensor, warps: int) -> dict[str, Any]:
+    """Return the options that give the threads of a program their registers, `num_warps` among them.
+
+    Args:
+        x: an operand.
+        warps: warps of a program.
+    """
+    if x.element_size() < 8:
+        return {"num_warps": warps, **_ALL_REGISTERS}
+    # Products of float64 keep more in memory with all registers. AMD's warps have 64 threads: with 8 of them a thread
+    # has too few registers for float64.
+    return {"num_warps": warps if _ALL_REGISTERS else min(warps, 4)}
 
 
 def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor | None:

@@ -53,7 +53,7 @@ _LARGEST = {
     ("float", "pair"): Tiles(64, 64, 16, warps=8),
     ("double", "rows"): Tiles(32, 64, 16),
     ("double", "plain"): Tiles(64, 64, 16, warps=8, stages=3),
-    ("double", "terms"): Tiles(64, 64, 16, warps=8, stages=3),
+    ("double", "terms"): Tiles(32, 64, 16),
     ("double", "pair"): Tiles(64, 64, 16, warps=8, stages=3),
 }
 # Products whose tile holds all terms, on tensor cores: the matrix is read once for all rows of a program.

@@ -13,6 +13,9 @@ that was launched. It prints a table and what fails, and returns 1 if anything d
     --only WORKLOAD    one named workload, or "random"; may be repeated
     --jobs N           compile for so many architectures at once
     --write            write the table into docs/benchmarks/triton.md
+
+All versions and architectures take long. Triton keeps what it compiled in the folder that TRITON_CACHE_DIR names, so
+after an interruption the same command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -89,6 +92,8 @@ AT_LEAST = {("seed-gathered-matmul", "float32", "forward"): 2}
 RANDOM, _PROBLEMS = "random", 24
 _DTYPES = ("float32", "bfloat16")
 _MORE = {"seed-gathered-matmul": ("float32 as tf32", "float16", "float64"), "experts": ("float32 as tf32",)}
+# Kernels that prepare or finish products. On AMD they multiply floats to divide integers.
+_PREPARE = ("add_parts", "check", "count", "place", "scatter", "starts", "tasks")
 # Workloads that launch the kernels of another one.
 _ALIKE = ("seed-gathered-keys/k10", "seed-gathered-keys/k30", "experts/8")
 _SPECS = (
@@ -303,6 +308,7 @@ def _widest(text: str) -> int:
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)
     words = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)
     sizes = [int(n or 1) * int(bits) // 8 for n, bits in loads] + [int(size, 0) for size in copies]
+    sizes += [2] * bool(re.search(r"(?:global|buffer)_load_[us]short", text))
     return max(sizes + [4 * int(n or 1) for n in words], default=0)
 
 
@@ -362,21 +368,23 @@ def markdown(builds: Sequence[Built]) -> str:
         if not x.error:
             key = (f"{x.workload}, {x.dtype}", x.program, x.kernel.removesuffix("_kernel"))
             is_random = x.workload.startswith(RANDOM)
-            if is_random or not x.multiplies:  # one row for all
+            if is_random or key[2] in _PREPARE or not x.multiplies:  # one row for all
                 key = (RANDOM if is_random else "all", "", key[2])
             column = next(name for name, arches in _COLUMNS.items() if x.arch in arches)
             cells.setdefault(key, {}).setdefault(column, []).append(x)
     columns = [name for name in _COLUMNS if any(name in row for row in cells.values())]
     rows = [f"| workload | pass | kernel | {' | '.join(columns)} |", "| --- " * (3 + len(columns)) + "|"]
-    for key, row in cells.items():
-        rows.append(f"| {' | '.join((*key, *(_cell(row.get(name, ())) for name in columns)))} |")
+    places = {f"{name}, {dtype}": place for place, (name, dtype, _) in enumerate(cases())}
+    for key in sorted(cells, key=lambda x: (places.get(x[0], len(places)), x[0], x[1] != "forward", x[2])):
+        rows.append(f"| {' | '.join((*key, *(_cell(cells[key].get(name, ())) for name in columns)))} |")
     return "\n".join(rows) + "\n"
 
 
 def _cell(builds: Sequence[Built]) -> str:
     if not builds:
         return ""
-    units = "/".join(dict.fromkeys(x.multiplies[0] for x in builds if x.multiplies))
+    multiply = [x for x in builds if x.multiplies and x.kernel.removesuffix("_kernel") not in _PREPARE]
+    units = "/".join(dict.fromkeys(x.multiplies[0] for x in multiply))
     registers, programs = max(x.registers for x in builds), min(x.programs for x in builds)
     widest, spilled = min(x.widest for x in builds), max(x.spilled for x in builds)
     more = [units] * bool(units) + [f"spills {spilled}"] * bool(spilled)
@@ -387,7 +395,6 @@ def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
     """Return the page for docs/benchmarks."""
     versions = " and ".join(sorted({x.triton for x in builds}))
     kernels = len({(x.triton, x.arch, x.kernel, x.tile, x.registers, x.shared) for x in builds})
-    problems = f"`{RANDOM}`: {_PROBLEMS} random problems."
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines = [
         "# What the Triton kernels need of a GPU",
@@ -399,7 +406,9 @@ def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
         "A cell shows the worst of its architectures and of all versions of Triton: the registers of a thread (r), how",
         "many programs run at once on a multiprocessor (p), the widest read of a thread (B, bytes), and what",
         "multiplies: tensor cores (`mma`, `wgmma`, `tcgen05`, `mfma`) or `fma`. A cell is empty if the plan for this",
-        f"card launches no such kernel. Kernels that only add are in rows for `all` workloads. {problems}",
+        "card launches no such kernel. `product` multiplies matrices, `pair` makes both gradients in one walk over the",
+        "rows, `dots` and `sum` read rows through index arrays. The rows of `all` workloads are kernels that prepare",
+        f"products, finish them or only add. `{RANDOM}`: {_PROBLEMS} random problems.",
         "",
         markdown(builds),
         "## What fails",

@@ -46,7 +46,7 @@ def circumstances(settings: Settings) -> dict[str, Any]:
         "machine": "cpu",
         "processor": cpu_name(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "jax", "numpy", "opt_einsum")},
+        "versions": {name: _version(name) for name in ("torch", "triton", "jax", "numpy", "opt_einsum")},
         "pause_seconds": dict(settings.pause_seconds),
         "rounds": settings.rounds,
         "runs": dict(settings.runs),

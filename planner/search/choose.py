@@ -27,6 +27,8 @@ from planner.search.stored import remembered
 
 __all__ = ["find_bound", "make_plan", "naive_plan"]
 
+# A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
+_SLACK_BYTES = 2**16
 # Plans of at most so many operands that take so many times what the search thought are searched for again.
 _MOST_SEARCHED_AGAIN, _MUCH = 5, 1.1
 
@@ -70,7 +72,41 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         proven=best.proven,
         origin=best.origin,
     )
+    if given is None and not on_mesh:
+        plan = _as_lean_as_einsum(plan)
     return add_exchanges(plan) if on_mesh else plan
+
+
+def _as_lean_as_einsum(plan: PlanRecord) -> PlanRecord:
+    """Return the plan, or the fastest that allocates, or with gradients retains, no more than the naive plan does.
+
+    Callers who replace einsum must not run out of memory. Those who set a limit have said what they have.
+    """
+    contraction, options = plan.contraction, plan.options
+    limits = Limits(options.memory_limit, options.retain_limit)
+    if options.minimize != "time" or options.optimize not in SEARCHES or contraction.symbols or limits != NO_LIMITS:
+        return plan
+    trains = plan.programs.backward is not None
+    if (plan.cost.retained_bytes if trains else plan.cost.peak_bytes) <= _SLACK_BYTES:
+        return plan
+    naive = naive_plan(contraction)
+    retained, peak = (max(n, _SLACK_BYTES) for n in (naive.cost.retained_bytes, naive.cost.peak_bytes))
+    limits = Limits(None, retained) if trains else Limits(peak, None)
+    if keeps_within(plan.cost, limits):
+        return plan
+    limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
+    try:
+        lean = make_plan(dataclasses.replace(contraction, options=limited))
+    except PlannerLimitError:
+        lean = naive
+    lean = min(lean, naive, key=lambda each: plan_key("time")(each.cost))
+    return PlanRecord.of_contraction(
+        contraction,
+        tree=lean.tree,
+        programs=dataclasses.replace(lean.programs, cost=dataclasses.replace(lean.cost, bound=plan.cost.bound)),
+        proven=False,
+        origin=f"{lean.origin}, as lean as einsum",
+    )
 
 
 def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None:

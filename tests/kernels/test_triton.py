@@ -185,6 +185,47 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
     assert all(result.holds(one) for result, one in zip(results, expected, strict=True))
 
 
+MULTIPLIED = ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"), ("float32", "bf16x6")
+
+
+# The interpreter is slow: three of these by default.
+@pytest.mark.parametrize(
+    ("dtype", "how", "tiling"),
+    [(*kind, tiling) for kind in MULTIPLIED for tiling in ("", *TILINGS)][: examples(13, None) : examples(6, 1)],
+)
+def test_products_in_the_tiles_that_calls_take(monkeypatch, dtype, how, tiling):
+    """Sizes beyond a tile and within one, rows of two elements, an empty group, a long one, and rows that are dropped.
+
+    What kernels do not write stays NaN.
+    """
+    random, torch_dtype = np.random.default_rng(0), getattr(torch, dtype)
+    q = random.permutation(np.repeat([0, 2, 3], [70, 9, 6]))  # of three groups
+    groups = group_rows(torch.from_numpy(q), 3)
+    new_full = torch.Tensor.new_full
+
+    def poisoned(x, *shape, dtype=None, **place):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return new_full(x, shape, torch.nan if (dtype or x.dtype).is_floating_point else 0, dtype=dtype, **place)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(triton_grouped, "precision", lambda *_: how)
+    for j, k in ((132, 140), (64, 60)):
+        arrays = integers(random, 85, 2, j), integers(random, 3, j, k), integers(random, 85, 2, k)
+        a, c, gradient = (torch.from_numpy(x).to(torch_dtype) for x in arrays)
+        found = [
+            triton_grouped.grouped_matmul(a, c, groups, tiling=tiling),
+            *triton_grouped.grouped_gradients(gradient, a, c, groups, tiling=tiling),
+            triton_grouped.grouped_outer(a, gradient, groups, tiling=tiling),
+        ]
+        matrices, sums = np.concatenate([arrays[1], np.zeros((1, j, k))])[q], np.zeros((4, j, k))
+        np.add.at(sums, q, arrays[0].swapaxes(1, 2) @ arrays[2])
+        expected = [arrays[0] @ matrices, arrays[2] @ matrices.swapaxes(1, 2), sums[:3], sums[:3]]
+        out = a.new_empty((2, 85, k))
+        triton_grouped.batched_matmul(a, c[0], out, [[[], [1, 0], [2]], [[], [0], [1]], [[], [0, 1], [2]]], tiling)
+        for x, y in zip([*found, out], [*expected, (arrays[0] @ arrays[1][0]).swapaxes(0, 1)], strict=True):
+            assert torch.equal(x, torch.from_numpy(y).to(torch_dtype))
+
+
 def test_a_lazy_sign_is_no_sign_in_memory():
     """The imaginary part of a conjugate is a view of what has the other sign."""
     z = torch.complex(torch.ones(6, 1, 4), torch.arange(24.0).reshape(6, 1, 4))

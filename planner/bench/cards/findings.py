@@ -66,7 +66,8 @@ def _write(path: pathlib.Path, value: Any) -> None:
 
 def _markdown(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"# Benchmarks of {about['framework']} on {about['machine']}", "", "Written by `make gpu`.", ""]
-    lines += [f"- {about['date']}, commit {about['commit']}, {about['versions']}, {about['wrong']} checks failed"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    lines += [f"- {about['date']}, commit {about['commit']}, {versions}; {about['wrong']} checks failed"]
     lines += [f"- {name} {rate:.3g}" for name, rate in about["rates"].items()]
     lines += ["", "| what | way | time | beside the least | extra memory |", "| --- | --- | --- | --- | --- |"]
     copy = about["rates"].get("copy, bytes/s")
@@ -77,7 +78,9 @@ def _markdown(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) ->
         beside = f"{line['seconds'] / floor:.2f}x" if floor else ""
         extra = line["extra_bytes"]
         memory = "" if extra is None else f"{extra / 1e6:.1f} MB"
-        lines.append(f"| {line['comparison']} | {line['way']} | {1e6 * line['seconds']:.1f} us | {beside} | {memory} |")
+        # What flushing the cache takes was subtracted: nothing may be left.
+        time = f"{1e6 * line['seconds']:.1f} us | {beside}" if line["seconds"] else "too short to measure |"
+        lines.append(f"| {line['comparison']} | {line['way']} | {time} | {memory} |")
     if best := best_tiles(results):
         lines += ["", "| product | bucket | fastest tiles | time | default tiles |", "| --- | --- | --- | --- | --- |"]
         for bucket, x in best.items():
