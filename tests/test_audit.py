@@ -1,6 +1,7 @@
 """Audits of models with planted waste, and of clean ones: what is found, where, what it costs, and what to write."""
 
 import ast
+import dataclasses
 import re
 import runpy
 import sys
@@ -15,7 +16,7 @@ from planner.audits.expression import Array, Expression, contract, matmul, multi
 from planner.audits.jaxpr import read_jaxpr
 from planner.audits.replay import replay, slots_of
 from planner.audits.report import Audit
-from planner.audits.sites import Record
+from planner.audits.sites import Figures, Record
 from planner.audits.torch_calls import TorchWatch
 from planner.inspect.memory import torch_backward_memory, torch_memory
 from planner.language.spec import Operand
@@ -250,6 +251,62 @@ def test_calls_of_one_line_are_one_site(torch):
     assert report[0].calls == 7
 
 
+def test_calls_of_one_line_in_several_shapes_are_one_site(torch):
+    w = torch.ones(24, 64, 32, requires_grad=True)
+    with planner.audit() as report:
+        for rows in (1000, 1800, 1200, 1800):
+            x, q = torch.ones(rows, 64), torch.arange(rows) % 24
+            torch.einsum("bs,bsh->bh", x, w[q])
+    (site,) = report
+    assert (site.calls, site.shapes, site.naive.operands[0].shape) == (4, 3, (1800, 64))
+    assert "4 calls, 3 shapes" in str(report)
+    assert "4 calls, 3 shapes" in report.to_html()
+    assert str(report).count("planner.contract") == 1
+
+
+def test_the_letters_of_an_einsum_stay(torch):
+    """Those of its axes do, even where they are what index arrays are called elsewhere."""
+    x, w = torch.ones(6, 4), torch.ones(3, 4, 5)
+    rows = torch.arange(6) % 3
+    calls = {
+        "bs,bsd->bd": "bs, q[b]sd -> bd",
+        "qs,qsp->qp": "qs, r[q]sp -> qp",
+        "Ns,N...s->N...": "Ns, q[N]is -> Ni",
+    }
+    for text, spec in calls.items():
+        with planner.audit() as report:
+            wanted = torch.einsum(text, x, (w.mT if "." in text else w)[rows])
+        assert report[0].spec == spec
+        names = {"x": x, "w": w, "x1": w.mT, "rows": rows}
+        assert torch.equal(written(report[0].code, names), wanted)
+
+
+# Before and after: milliseconds, megabytes of the peak, noise in milliseconds; and what is said.
+VERDICTS = [
+    ((10, 80, 0), (12, 10, 0), "leaner, 1.2x slower here"),
+    ((10, 80, 2), (11.5, 10, 1), "leaner"),
+    ((10, 80, 0), (5, 10, 0), "faster, leaner"),
+    ((10, 80, 0), (5, 80, 0), "faster"),
+    ((10, 80, 4), (7, 80, 2), ""),
+    ((10, 80, 0), (5, 90, 0), ""),
+    ((10, 80, 0), (9.5, 79, 0), ""),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "said"), VERDICTS)
+def test_memory_counts_whatever_the_time(torch, before, after, said):
+    with planner.audit() as report:
+        torch.einsum("ij,jk->ik", torch.ones(3, 4), torch.ones(4, 5))
+    (site,) = report
+    figures = [Figures(ms / 1e3, int(mb * 1e6), 0, 0, True, noise / 1e3) for ms, mb, noise in (before, after)]
+    site = dataclasses.replace(site, today=figures[0], planned=figures[1])
+    assert site.verdict == said
+    assert site.wasteful == bool(said)
+    for shown in (str(Audit((site,))), Audit((site,)).to_html()):
+        assert "with planner" in shown
+        assert said in shown
+
+
 def test_forms_of_products(torch):
     """Views between the read and the product, products by any name, and sums of messages."""
     generator = torch.Generator().manual_seed(0)
@@ -416,6 +473,30 @@ def test_jax(jnp, jax):
         planner.audit(3)
     with pytest.raises(planner.PlannerTypeError, match="for a function only"):
         planner.audit(x=3)
+
+
+def test_products_of_a_gradient_in_jax_are_those_of_their_line(jnp, jax):
+    def layer(x, w, q):
+        return jnp.einsum("ni,nij->nj", x, w[q])  # planted: backward
+
+    def loss(x, w, q):
+        return layer(x, w, q).sum() + jax.jit(layer)(2 * x, w, q).sum()
+
+    x, w, q = jnp.ones((3000, 48)), jnp.ones((16, 48, 40)), jnp.arange(3000) % 16
+    report = planner.audit(jax.grad(loss), x, w, q)
+    line = line_of("planted: backward")
+    (backward,) = (site for site in report.waste if site.backward)
+    assert (backward.place.line, backward.code, backward.calls) == (line, "", 2)
+    for shown in (str(report), report.to_html()):
+        assert f"backward of line {line}: goes when line {line} is changed" in shown
+    assert str(report).count("planner.contract") == len(report.waste) - 1
+    assert not any(site.backward for site in planner.audit(loss, x, w, q))
+
+
+def test_a_function_of_torch_is_refused(torch):
+    for function, args in ((torch.relu, (torch.ones(3),)), (torch.nn.Linear(3, 4), ())):
+        with pytest.raises(planner.PlannerTypeError, match=r"in torch, .* `with planner.audit\(\) as report:`"):
+            planner.audit(function, *args)
 
 
 def test_a_script_from_the_shell(torch, tmp_path):

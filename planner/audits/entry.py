@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, overload
@@ -53,7 +54,7 @@ def audit(function: Callable[..., Any] | None = None, *args: Any, measure: bool 
         its gradients, where operands need some.
 
     Raises:
-        PlannerTypeError: the function cannot be called.
+        PlannerTypeError: the function cannot be called, or is one of torch.
     """
     if function is None:
         if args or kwargs:
@@ -61,6 +62,11 @@ def audit(function: Callable[..., Any] | None = None, *args: Any, measure: bool 
         return _audit_torch(measure)
     if not callable(function):
         raise PlannerTypeError(f"audit takes a function of JAX arrays, not a {type(function).__name__}")
+    given, torch = (function, *args, *kwargs.values()), sys.modules.get("torch")
+    if torch is not None and any(isinstance(each, (torch.Tensor, torch.nn.Module)) for each in given):
+        raise PlannerTypeError(
+            "audit takes a function of JAX arrays; in torch, run the program within `with planner.audit() as report:`"
+        )
     from planner.audits.findings import find_sites
     from planner.audits.jaxpr import read_jaxpr
     from planner.audits.report import Audit

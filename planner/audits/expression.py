@@ -75,11 +75,13 @@ class Expression:
         factors: the arrays, each with its axes; in place of an axis may stand a `Read`.
         dims: the axes of the result, in order. All others are summed.
         sizes: the size of each axis. An array may have size 1 where the axis is longer.
+        letters: what the program calls an axis, such as the letters of an einsum.
     """
 
     factors: tuple[tuple[Array, tuple[int | Read, ...]], ...]
     dims: tuple[int, ...]
     sizes: Mapping[int, int]
+    letters: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, array: Array) -> Expression:
@@ -175,7 +177,7 @@ def matmul(a: Expression, b: Expression) -> Expression | None:
 def contract(parts: Sequence[tuple[Expression, Sequence[Hashable]]], out: Sequence[Hashable]) -> Expression | None:
     """Return the contraction of expressions whose dimensions have labels: equal labels are one axis.
 
-    None if sizes do not fit. A size of 1 fits any.
+    Labels that are letters are those of the axes. None if sizes do not fit. A size of 1 fits any.
     """
     axis_of: dict[Hashable, int] = {}
     merged: dict[int, int] = {}
@@ -193,7 +195,8 @@ def contract(parts: Sequence[tuple[Expression, Sequence[Hashable]]], out: Sequen
             elif sizes[axis] not in (1, sizes[first]):
                 return None
     both = Expression(tuple(factors), (), sizes).renamed(merged)
-    return dataclasses.replace(both, dims=tuple(axis_of[label] for label in out))
+    letters = {axis: each for each, axis in axis_of.items() if isinstance(each, str) and len(each) == 1}
+    return dataclasses.replace(both, dims=tuple(axis_of[label] for label in out), letters=letters)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,11 +269,11 @@ def problem_of(
     Raises:
         PlannerError: no index mode gives the values of all reads.
     """
-    letters: dict[int, str] = {}
+    letters = dict(expression.letters)
+    given = set(letters.values())
     indices: dict[str, Array] = {}
     by_index: dict[Any, str] = {}
-    free: Iterator[str] = itertools.chain(_AXES, map(chr, itertools.count(0x4E00)))
-    names: Iterator[str] = itertools.chain(_INDICES, map(chr, itertools.count(0x5E00)))
+    free, names = _unused(_AXES, 0x4E00, given), _unused(_INDICES, 0x5E00, given)
     reads = [entry for _, term in expression.factors for entry in term if isinstance(entry, Read)]
     target = None if scatter is None else dataclasses.replace(scatter[1], axes=(expression.dims[scatter[0]],))
     mode, wrapped = _index_mode(reads, target)
@@ -297,7 +300,7 @@ def problem_of(
         return f"{by_index[key]}[{''.join(map(letter, entry.axes))}]"
 
     terms = ["".join(map(text, term)) for _, term in expression.factors]
-    known = set(letters)
+    known = {axis for _, term in expression.factors for entry in term for axis in _axes_of(entry)}
     output = list(map(letter, expression.dims))
     sizes = {letters[axis]: expression.sizes[axis] for axis in expression.dims if axis not in known}
     if scatter is not None and target is not None:
@@ -306,6 +309,15 @@ def problem_of(
         sizes[output[dim][0]] = size
     arrays = tuple(identified(array) for array, _ in expression.factors)
     return Problem(f"{', '.join(terms)} -> {''.join(output)}", arrays, indices, sizes, mode, **rest)
+
+
+def _unused(first: str, then: int, given: set[str]) -> Iterator[str]:
+    """Yield letters that are not given: the first ones, and then those from a code point on."""
+    return (each for each in itertools.chain(first, map(chr, itertools.count(then))) if each not in given)
+
+
+def _axes_of(entry: int | Read) -> tuple[int, ...]:
+    return (entry,) if isinstance(entry, int) else entry.axes
 
 
 def _identity(array: Array) -> int:

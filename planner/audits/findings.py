@@ -20,7 +20,7 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 
-__all__ = ["Site", "figure_texts", "find_sites", "source_of_figures"]
+__all__ = ["Site", "calls_text", "figure_texts", "find_sites", "instead_of", "source_of_figures"]
 
 # What a change must save to be named: a tenth of the time, and so many seconds in all calls; or a tenth of the peak or
 # of the retained bytes of a call, and so many bytes.
@@ -44,8 +44,11 @@ class Site:
         place: the file and the line.
         function: what the program calls: "einsum", "matmul", "mul", "mul, sum" or "index_add".
         calls: how many calls there were.
+        shapes: how many shapes these calls had. The figures and the plan are those of one: of the shape that takes the
+            most time in all its calls, among those that planner would change if there are any.
+        backward: whether JAX derived the call from that line, for a gradient. It changes with the line.
         spec: the contraction in planner's language; the code reads rows where it has brackets.
-        code: the call to write instead. Names that the audit did not find are `x0`, `x1` and so on.
+        code: the call to write instead, "" if `backward`. Names that the audit did not find are `x0`, `x1` and so on.
         plan: the plan of that call.
         today: what a call takes as the program makes it; if nothing was measured, what the naive plan takes.
         planned: what the call to write takes; if nothing was measured, what the plan takes.
@@ -59,6 +62,8 @@ class Site:
     plan: Plan
     today: Figures
     planned: Figures
+    shapes: int = 1
+    backward: bool = False
 
     @functools.cached_property
     def naive(self) -> Plan:
@@ -67,13 +72,27 @@ class Site:
 
     @property
     def wasteful(self) -> bool:
-        """Whether planner would save a tenth of the time or of the bytes, and cost no more than that of the other."""
+        """Whether planner would make the call leaner, or faster without more bytes; see `verdict`."""
+        return bool(self.verdict)
+
+    @property
+    def verdict(self) -> str:
+        """What planner would change, such as "faster, leaner" or "leaner, 1.2x slower here"; "" for nothing.
+
+        Leaner: a tenth less of the peak or of the retained bytes, however long the call takes. Faster: a tenth less
+        time, and no more bytes. A difference of time counts only beyond the noise of the measurements.
+        """
         before, after = self.today, self.planned
-        saves_time = before.seconds - after.seconds > max(_SHARE * before.seconds, _SECONDS / self.calls)
+        noise = max(_SHARE * before.seconds, before.noise + after.noise)
+        gained = before.seconds - after.seconds
         pairs = (before.peak_bytes, after.peak_bytes), (before.retained_bytes, after.retained_bytes)
-        saves_bytes = any(old - new > max(_SHARE * old, _BYTES) for old, new in pairs)
-        costs_bytes = any(new - old > max(_SHARE * old, _BYTES) for old, new in pairs)
-        return (saves_time and not costs_bytes) or (saves_bytes and after.seconds <= (1 + _SHARE) * before.seconds)
+        leaner = any(old - new > max(_SHARE * old, _BYTES) for old, new in pairs)
+        fatter = any(new - old > max(_SHARE * old, _BYTES) for old, new in pairs)
+        words = ["faster"] * (gained > max(noise, _SECONDS / self.calls) and (leaner or not fatter))
+        words += ["leaner"] * leaner
+        if leaner and -gained > noise:
+            words.append(f"{after.seconds / before.seconds:.2g}x slower{' here' * after.measured}")
+        return ", ".join(words)
 
     def __str__(self) -> str:
         return f"{self.place}: {self.function}, {self.spec}"
@@ -83,12 +102,12 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
     """Plan the recorded calls, those of one line and one contraction together, and measure them if asked.
 
     Returns:
-        The sites, and how many calls planner refused, by the reason.
+        The sites, those of one line and code as one, and how many calls planner refused, by the reason.
     """
     groups: dict[Any, list[Call]] = {}
     for call in record:
-        groups.setdefault((call.place, call.function, *call.problem.key), []).append(call)
-    sites: list[Site] = []
+        groups.setdefault((call.place, call.function, call.backward, *call.problem.key), []).append(call)
+    lines: dict[Any, list[Site]] = {}
     unread: dict[str, int] = {}
     for calls in groups.values():
         problem = calls[0].problem
@@ -106,9 +125,31 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
         if measure and first.today is not None:
             with contextlib.suppress(Exception):  # then the figures are predicted
                 figures = measure_site(problem, first.today, chosen, figures)
-        sites.append(Site(first.place, first.function, len(calls), problem.spec, problem.code, chosen, *figures))
-    sites.sort(key=lambda site: -site.calls * site.today.seconds)
-    return tuple(sites), unread
+        site = Site(
+            first.place,
+            first.function,
+            len(calls),
+            problem.spec,
+            "" if first.backward else problem.code,
+            chosen,
+            today=figures[0],
+            planned=figures[1],
+            backward=first.backward,
+        )
+        code = dataclasses.replace(problem, sizes={}).code
+        lines.setdefault((first.place, first.function, first.backward, code), []).append(site)
+    by_cost = sorted(lines.values(), key=lambda sites: -sum(map(_seconds, sites)))
+    return tuple(map(_as_one, by_cost)), unread
+
+
+def _seconds(site: Site) -> float:
+    return site.calls * site.today.seconds
+
+
+def _as_one(sites: Sequence[Site]) -> Site:
+    """Return the sites of one line and code, of a shape each, as one."""
+    shown = max(sites, key=lambda site: (site.wasteful, _seconds(site)))
+    return dataclasses.replace(shown, calls=sum(site.calls for site in sites), shapes=len(sites))
 
 
 def _predicted(plan: Plan, copied: int | None = None) -> Figures:
@@ -153,10 +194,26 @@ def figure_texts(figures: Figures, sites: Sequence[Site]) -> list[str]:
     return [mark + seconds_text(figures.seconds), mark + peak, copied, mark + retained]
 
 
+def calls_text(site: Site) -> str:
+    """Return how many calls a site has, in how many shapes."""
+    return f"{site.calls} calls, {site.shapes} shapes" if site.shapes > 1 else str(site.calls)
+
+
+def instead_of(site: Site) -> str:
+    """Return what to write instead of the line of a site."""
+    line = site.place.line
+    return site.code or f"backward of line {line}: goes when line {line} is changed"
+
+
 def source_of_figures(sites: Sequence[Site]) -> str:
     """Say which figures were measured."""
     count = sum(site.today.measured for site in sites)
-    if not count:
-        return "All figures are predicted, those of today as of the naive plan."
     rest = "" if count == len(sites) else ", but for those with a ~, which are predicted"
-    return f"Time, peak and retained bytes are measured by running each call again{rest}. Copied bytes are predicted."
+    said = f"Time, peak and retained bytes are measured by running each call again{rest}. Copied bytes are predicted."
+    if not count:
+        said = "All figures are predicted, those of today as of the naive plan."
+    recorded = [any(operand.requires_grad for operand in site.plan.operands) for site in sites]
+    with_gradients = "with its gradients" if all(recorded) else "with its gradients where operands need some"
+    said += f" Figures are of one call, {with_gradients if any(recorded) else 'without gradients'}."
+    several = any(site.shapes > 1 for site in sites)
+    return said + " Of several shapes, they are those of the one that takes the most time." * several

@@ -73,8 +73,8 @@ class _Index:
 class _Reader:
     """Walks through the equations of one jaxpr. Variables are known by what they were computed from."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, backward: bool = False) -> None:
+        self.record, self.backward = record, backward
         self.expressions: dict[Any, tuple[Expression, tuple[int, ...]]] = {}
         self.indices: dict[Any, _Index] = {}
         self.zeros: set[Any] = set()
@@ -153,7 +153,7 @@ class _Reader:
     def _enter_call(self, equation: Any, inner: Any) -> None:
         """Read a function that is called: its arguments are those of the call."""
         jaxpr = getattr(inner, "jaxpr", inner)
-        reader = _Reader(self.record)
+        reader = _Reader(self.record, self.is_backward(equation))
         _hand_on(self, equation.invars[-len(jaxpr.invars) :] if jaxpr.invars else [], reader, jaxpr.invars)
         reader.run(jaxpr)
         _hand_on(reader, jaxpr.outvars, self, equation.outvars)
@@ -164,7 +164,7 @@ class _Reader:
             for part in value if isinstance(value, tuple | list) else (value,):
                 jaxpr: Any = getattr(part, "jaxpr", part)
                 if hasattr(jaxpr, "eqns"):
-                    reader = _Reader(self.record)
+                    reader = _Reader(self.record, self.is_backward(equation))
                     for variable in (*jaxpr.invars, *jaxpr.constvars):
                         reader.enter(variable, "")
                     reader.run(jaxpr)
@@ -175,7 +175,12 @@ class _Reader:
         problem, step = problem_of(expression, **rest), self.step(equation)
         own = {array.identity for array in (*problem.operands, *problem.indices.values())}
         today = Today(step) if own == set(slots_of(step)) else None
-        return self.record.add(Call(_place(equation), function, problem, today), completes)
+        call = Call(_place(equation), function, problem, today, self.is_backward(equation))
+        return self.record.add(call, completes)
+
+    def is_backward(self, equation: Any) -> bool:
+        """Return whether JAX made an equation of another one, for a gradient."""
+        return self.backward or "transpose(" in str(equation.source_info.name_stack)
 
 
 def _hand_on(reader: _Reader, variables: Sequence[Any], other: _Reader, others: Sequence[Any]) -> None:

@@ -76,11 +76,11 @@ def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence
         while len(found[1]) < _LEAST or (len(found[1]) < _MOST and sum(map(sum, found)) < _SECONDS):
             for each, times in zip(trials, found, strict=True):
                 times.append(timed(each.run)[1])
-        seconds = list(map(statistics.median, found))
+        quartiles = [statistics.quantiles(times) for times in found]
         memory = [each.memory() for each in trials]
     return [
-        Figures(time, *taken, figures.copied_bytes, measured=True)
-        for time, taken, figures in zip(seconds, memory, predicted, strict=True)
+        Figures(median, *taken, figures.copied_bytes, measured=True, noise=high - low)
+        for (low, median, high), taken, figures in zip(quartiles, memory, predicted, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from planner.audits.findings import Site, figure_texts, source_of_figures
+from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures
 from planner.inspect.files import save
 from planner.pages.markup import document, fragment, scrolling, tag
 from planner.pages.plan_page import comparison_sections
@@ -39,7 +39,8 @@ def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Elem
             "section",
             tag("h2", f"{site.place}"),
             tag("p", "Today: ", tag("code", site.place.code or site.spec)),
-            tag("p", "Instead: ", tag("code", site.code)),
+            tag("p", "Instead: ", tag("code", site.code) if site.code else instead_of(site)),
+            tag("p", f"With planner: {site.verdict}."),
             tag("details", tag("summary", "Both plans"), *comparison_sections([site.naive, site.plan])),
         )
     if unread:
@@ -54,10 +55,13 @@ def _table(sites: Sequence[Site]) -> Element:
     rows = []
     for site in sites:
         pairs = zip(figure_texts(site.today, sites), figure_texts(site.planned, sites), strict=True)
-        cells = [tag("td", old, tag("div", new, class_="good") if site.wasteful else None) for old, new in pairs]
+        both, good = site.wasteful or site.planned.measured, "good" if site.wasteful else None
+        cells = [tag("td", old, tag("div", new, class_=good) if both else None) for old, new in pairs]
+        name = f"{site.place} {site.function}{', backward' * site.backward}"
+        said = f"with planner{f': {site.verdict}' * site.wasteful}"
         rows.append(
-            tag("tr", tag("th", f"{site.place} {site.function}", scope="row", class_="text"),
-                tag("td", site.spec, class_="text wide"), tag("td", str(site.calls)), *cells,
+            tag("tr", tag("th", name, tag("div", said, class_=good) if both else None, scope="row", class_="text"),
+                tag("td", site.spec, class_="text wide"), tag("td", calls_text(site)), *cells,
                 data_site=str(site.place), data_wasteful=str(site.wasteful).lower())
         )  # fmt: skip
     return tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.audits.findings import Site, figure_texts, source_of_figures
+from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures
 from planner.audits.page import page_of_sites, part_of_sites
 from planner.inspect.text import table_lines
 from planner.language.resolve import shorten
@@ -73,13 +73,15 @@ def audit_text(audit: Audit) -> str:
     head = f"{counts}; planner would change {len(waste)}"
     rows: list[Sequence[str]] = [["", "site", "calls", "time", "peak", "copied", "retained"]]
     for site in audit:
-        row = ["!" if site.wasteful else "", f"{site.place} {site.function}", str(site.calls)]
+        name = f"{site.place} {site.function}{', backward' * site.backward}"
+        row = ["!" if site.wasteful else "", name, calls_text(site)]
         rows.append(row + figure_texts(site.today, audit.sites))
-        if site.wasteful:
-            rows.append(["", "  with planner", "", *figure_texts(site.planned, audit.sites)])
+        if site.wasteful or site.planned.measured:
+            label = "  with planner" + f": {site.verdict}" * site.wasteful
+            rows.append(["", label, "", *figure_texts(site.planned, audit.sites)])
     lines = [head, *((*table_lines(rows, (0, 1)), source_of_figures(audit.sites)) if audit.sites else ())]
     for site in waste:
-        lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {site.code}"]
+        lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {instead_of(site)}"]
     lines += [
         f"not read, {count} call{'s' * (count != 1)}: {shorten(reason)}" for reason, count in audit.unread.items()
     ]

@@ -52,12 +52,14 @@ class Call:
         function: what was called.
         problem: what the call computes.
         today: the calls that compute it; None if the audit does not measure.
+        backward: whether JAX derived the call from one at that line, for a gradient.
     """
 
     place: Place
     function: str
     problem: Problem
     today: Today | None = None
+    backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Figures:
         retained_bytes: bytes kept for the backward pass.
         copied_bytes: bytes of operands that are copied into another order, and of rows that are read. Never measured.
         measured: whether the other figures were measured.
+        noise: seconds between the quartiles of the measured times; 0.0 if they were not measured.
     """
 
     seconds: float
@@ -84,6 +87,7 @@ class Figures:
     retained_bytes: int
     copied_bytes: int
     measured: bool = False
+    noise: float = 0.0
 
 
 class Record:
