@@ -273,6 +273,7 @@ def test_backends_are_held_to_the_protocol(name):
         "family_signature",
         "kept_copies",
         "einsum_copies",
+        "einsum_cost",
     } | (set() if backend.compiles else {"compiled_bytes", "compiled_peak"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 

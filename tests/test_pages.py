@@ -13,7 +13,7 @@ from conftest import examples, run_python
 from hypothesis import given, settings
 
 import planner
-from planner.inspect.memory import torch_memory
+from planner.inspect.memory import torch_backward_memory, torch_memory
 from planner.pages.figures import graph_of, moments, ticks
 from planner.pages.tables import Table, page_of_tables
 from planner.pages.tree_drawing import places_of
@@ -273,6 +273,41 @@ def test_the_naive_plan_keeps_what_einsum_keeps(torch, spec, shapes, cut):
     run()
     assert plan.naive.cost.retained_bytes == torch_memory(run)[1].retained_bytes
     assert plan.naive_cost == plan.naive.cost
+
+
+# What a user would write, by whose letters the index arrays are called.
+GATHERED = [
+    ("tm, e[ts]mh, ts -> th", ((512, 64), (16, 64, 32), (512, 2)), "torch.einsum('tm,tsmh,ts->th', a, b[e], c)"),
+    ("tm, ts, e[ts]mh -> th", ((512, 64), (512, 2), (16, 64, 32)),
+     "torch.einsum('tms,tsmh->th', torch.einsum('tm,ts->tms', a, b), c[e])"),
+    ("nij, e[n]jk -> nik", ((512, 1, 64), (16, 64, 32)), "a @ b[e]"),
+    ("nj, e[n]j -> n", ((512, 64), (16, 64)), "(a[:, None] @ b[e][:, :, None]).squeeze()"),
+    ("nj, e[n]j -> nj", ((512, 64), (16, 64)), "a * b[e]"),
+    ("nj, je[k] -> nk", ((64, 512), (512, 16)), "a @ b[:, e]"),
+    ("kjc, kic -> ijc", ((64, 80, 70), (64, 90, 70)), "torch.einsum('kjc,kic->ijc', a, b)"),  # no unit stride
+    ("kjc, kc -> jc", ((64, 80, 70), (64, 70)), "torch.einsum('kjc,kc->jc', a, b)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("spec", "shapes", "program"), GATHERED)
+def test_the_naive_peak_is_that_of_einsum(torch, spec, shapes, program, gradients):
+    """Gradients of rows that were read are not copied, and `torch.bmm` copies matrices one at a time."""
+    operands = [torch.ones(shape).requires_grad_(gradients) for shape in shapes]
+    shape = (512, 2) if "[ts]" in spec else (512,)
+    e = torch.arange(math.prod(shape)).reshape(shape) % 16
+    naive = planner.plan(spec, *operands, **({"e": e} if "[" in spec else {})).naive
+    names = {"torch": torch, "e": e, **dict(zip("abc", operands, strict=False))}
+
+    def run():
+        return eval(program, names)
+
+    result, forward = torch_memory(run)
+    peaks = [forward.peak_bytes]
+    if gradients:
+        peaks.append(torch_backward_memory(run, operands, torch.ones_like(result))[1].peak_bytes)
+    assert naive.cost.retained_bytes == forward.retained_bytes
+    assert naive.cost.peak_bytes == pytest.approx(max(peaks), rel=0.05)
 
 
 def test_the_naive_plan_says_what_it_copies(torch):

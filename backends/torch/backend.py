@@ -37,7 +37,7 @@ from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
-from planner.backends.torch.products import einsum_copies
+from planner.backends.torch.products import einsum_copies, einsum_cost
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, kept_copies, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
@@ -61,6 +61,7 @@ class TorchBackend(Backend):
     strided = True
     conjugates = True
     einsum_copies = staticmethod(einsum_copies)
+    einsum_cost = staticmethod(einsum_cost)
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS

@@ -20,10 +20,10 @@ from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES
 from planner.backends.torch.ops import OPS
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, reordered, without
+from planner.cost.layout import Layout, flattens, reordered, without
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, term_axes
+from planner.language.spec import Spec, term_axes, term_gathers
 from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
@@ -33,6 +33,7 @@ __all__ = [
     "SLICE_LAUNCHES",
     "copied_form",
     "einsum_copies",
+    "einsum_cost",
     "product_rows",
     "summed_axes",
     "summed_product",
@@ -90,11 +91,39 @@ def copied_form(op: Op) -> ProductForm | None:
 
 def einsum_copies(op: Op) -> tuple[int, ...]:
     """Return, for each input, the bytes of the copy of it that `torch.bmm` is given, and that autograd then saves."""
-    form, layouts = copied_form(op), op.layouts or (None, None)
-    if form is None:
-        return (0,) * len(op.spec.inputs)
-    operands = zip(op.spec.inputs, layouts, form.matrices[:2], strict=True)
-    return tuple(itemsize(op.dtype) * matrix_copies(term, layout, groups, op.spec) for term, layout, groups in operands)
+    return tuple(whole for whole, _ in _einsum_copies(op)) or (0,) * len(op.spec.inputs)
+
+
+def _einsum_copies(op: Op) -> list[tuple[int, int]]:
+    """Return, for each input of a product, the bytes of two copies: for `torch.bmm`, and within it at any moment.
+
+    The first makes the input a batch of matrices. Matrices without a stride of 1 are copied one at a time.
+    """
+    form, layouts, size = copied_form(op), op.layouts or (None, None), itemsize(op.dtype)
+    copies = []
+    for term, layout, groups in zip(op.spec.inputs, layouts, form.matrices[:2], strict=True) if form else ():
+        if not matrix_copies(term, layout, groups, op.spec):
+            copies.append((0, 0))
+        elif not flattens(term, layout, groups, op.spec):
+            copies.append((size * math.prod(op.spec.shape(term)), 0))
+        else:
+            copies.append((0, size * math.prod(op.spec.size(e) for group in groups[1:] for e in group)))
+    return copies
+
+
+def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
+    """Return what torch's own functions take for a step whose stock implementation takes `cost`.
+
+    On a CPU `torch.bmm` copies matrices one at a time. The gradient of rows that were read is added up as it lies.
+    """
+    spec = op.spec
+    if len(spec.inputs) == 1 and term_gathers(spec.output):
+        copied = cost.copied_bytes
+        return cost._replace(bytes_moved=cost.bytes_moved - 2 * copied, copied_bytes=0,
+                             scratch_bytes=cost.scratch_bytes - copied)  # fmt: skip
+    if len(spec.inputs) == 2 and device.kind == "cpu" and (copies := _einsum_copies(op)):
+        return cost._replace(scratch_bytes=cost.scratch_bytes - cost.copied_bytes + sum(map(sum, copies)))
+    return cost
 
 
 @cached_by_step

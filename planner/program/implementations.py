@@ -261,6 +261,8 @@ class Backend(Protocol):
             the steps, the variables, those that the caller owns, those that outlive the program, and the output's
             gradient or None.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
+        einsum_cost: returns what the framework's own functions take for a step, from what the stock step costs on a
+            device: the framework's own may copy less.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
         kept_copies: returns the bytes of copies of inputs that a plan keeps in place of the inputs, because the
             framework's own derivatives save them, and take less time; None if a plan must copy nothing. It takes the
@@ -274,6 +276,7 @@ class Backend(Protocol):
     strided: bool = False
     compiled_peak: CompiledPeak | None = None
     conjugates: bool = False
+    einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
 

@@ -137,6 +137,13 @@ class SearchSpace:
         choices = self.table.choices(op, self.device)
         return self._with_exchange(op, [choice for choice in choices if self.table.rows[choice.lowering].stock])
 
+    def naive_choices(self, op: Op) -> Sequence[PricedImplementation]:
+        """Return the stock implementations at the cost of the framework's own functions, which may copy less."""
+        choices, cost_of = self.stock_choices(op), load_backend(self.backend).einsum_cost
+        if cost_of is None:
+            return choices
+        return [dataclasses.replace(choice, cost=cost_of(op, choice.cost, self.device)) for choice in choices]
+
     def search(
         self,
         objective: str,
@@ -168,7 +175,7 @@ class SearchSpace:
         """
         if limits.memory is not None:
             limits = limits._replace(memory=limits.memory - self.index_bytes)
-        lower = Lowerer(self.stock_choices, step_key(objective)) if naive else self.lowerer(objective)
+        lower = Lowerer(self.naive_choices, step_key(objective)) if naive else self.lowerer(objective)
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
         # With many operands a path has many steps.
