@@ -45,11 +45,11 @@ class Comparison:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Return a page with the figures of all plans, and with the tree, the memory and the times of each.
 
         Args:
-            path: the file to write the page to; None to write none.
+            path: the file to write the page to; None to return the page.
 
         Raises:
             PlannerError: the file cannot be written.

@@ -168,7 +168,7 @@ class Plan(PlanRecord):
         """
         return self.of(super(Plan, self).naive)
 
-    def to_html(self, path: str | os.PathLike[str] | None = None, analysis: Analysis | None = None) -> str:
+    def to_html(self, path: str | os.PathLike[str] | None = None, analysis: Analysis | None = None) -> str | None:
         """Return a page about the plan: its tree, its memory over time, the time of each step, and every step.
 
         The page needs no other file and no network.
@@ -180,7 +180,7 @@ class Plan(PlanRecord):
             True
 
         Args:
-            path: the file to write the page to; None to write none.
+            path: the file to write the page to; None to return the page.
             analysis: what `analyze` of this plan returned, to show measured figures beside the predicted ones.
 
         Raises:

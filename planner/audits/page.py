@@ -17,8 +17,8 @@ __all__ = ["page_of_sites", "part_of_sites"]
 MOST_PLANS = 20
 
 
-def page_of_sites(sites: Sequence[Site], unread: Mapping[str, int], path: str | os.PathLike[str] | None) -> str:
-    """Return the page of an audit, and write it to a file if a path is given."""
+def page_of_sites(sites: Sequence[Site], unread: Mapping[str, int], path: str | os.PathLike[str] | None) -> str | None:
+    """Return the page of an audit, or write it to a file if a path is given."""
     return save(document("Audit of a program", *_sections(sites, unread)), path)
 
 

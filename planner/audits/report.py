@@ -50,11 +50,11 @@ class Audit:
     def __str__(self) -> str:
         return audit_text(self)
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Return a page with the table, the code to write, and the plans of the wasteful sites.
 
         Args:
-            path: the file to write the page to; None to write none.
+            path: the file to write the page to; None to return the page.
 
         Raises:
             PlannerError: the file cannot be written.

@@ -111,8 +111,8 @@ def compare_ways(
     return rows
 
 
-def page_of_ways(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> str:
-    """Return a page with the table of all ways, and write it to a file if a path is given.
+def page_of_ways(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> str | None:
+    """Return a page with the table of all ways, or write it to a file if a path is given.
 
     Raises:
         PlannerError: the file cannot be written.

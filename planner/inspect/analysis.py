@@ -132,7 +132,7 @@ class Analysis:
                 entry["off"] = dict(row.off)
         return json.dumps(fields, indent=1, allow_nan=False)
 
-    def to_chrome_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+    def to_chrome_trace(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Return the analysis as a trace, which Perfetto (ui.perfetto.dev) and Chrome's tracing page open.
 
         Steps are slices, measured ones and predicted ones on tracks of their own. Live bytes are counters.
@@ -147,7 +147,7 @@ class Analysis:
             ['ij, jk -> ik (matmul)', 'ij, jk -> ik (matmul)']
 
         Args:
-            path: the file to write the trace to; None to write none.
+            path: the file to write the trace to; None to return the trace.
 
         Raises:
             PlannerError: the file cannot be written.

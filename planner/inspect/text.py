@@ -19,6 +19,7 @@ from planner.search.collectives import foretell
 __all__ = [
     "comparison_text",
     "equation",
+    "found_text",
     "gap_text",
     "how_text",
     "keeps_text",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 MOST_ROWS = 40
+# The column that says what a step copies. It is left out where no step does.
+_COPIES = 5
 # A greater gap says nothing.
 _MOST_GAP = 1e100
 # The most characters of the spec, and of the equation of a step.
@@ -64,13 +67,21 @@ def _describe_compiled(plan: PlanRecord) -> str:
 def gap_text(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
-    proven = "proven" if plan.proven else "not proven"
     if gap is None or gap > _MOST_GAP or (plan.proven and not gap):
-        return proven
+        return "proven the best" if plan.proven else "not proven the best"
     if not gap:
         return "as good as the best without loops"
-    within = f"{math.ceil(100 * gap)}%" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"
-    return f"{proven}, within {within} of the best possible"
+    most = f"{math.ceil(100 * gap)}% from" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"
+    return f"{'proven the best without loops, ' * plan.proven}at most {most} the best possible"
+
+
+def found_text(plan: PlanRecord) -> str:
+    """Return how a plan was found, and how far it may be from the best possible one."""
+    how, *family = plan.origin.split(", for the family of ")
+    for search, trees in (("exact, ", "all trees"), ("exact in part, ", "some of all trees")):
+        if how.startswith(search):
+            how = f"{trees} searched for {how.removeprefix(search)}"
+    return f"{', of the family of '.join([how, *family])}, {gap_text(plan)}"
 
 
 def plan_text(plan: PlanRecord) -> str:
@@ -83,16 +94,12 @@ def plan_text(plan: PlanRecord) -> str:
     is_naive = plan.origin == NAIVE
     summary.append(["naive", *_figures(plan.naive_cost), seconds_text(plan.naive_cost.seconds), naive_text(plan)])
     if not is_naive:
-        how = plan.origin
-        if how.startswith("exact"):
-            search, *family = how.split(", for the family of ")
-            how = ", of the family of ".join([f"{search} search", *family])
         keep = f"; {kept_text(plan)}" if wanted else ""
-        said = f"{how}, {gap_text(plan)}{keep}{_describe_compiled(plan)}"
+        said = f"{found_text(plan)}{keep}{_describe_compiled(plan)}"
         summary.append(["this plan", *_figures(plan.cost), seconds_text(plan.cost.seconds), said])
     notes = [*_symbol_lines(plan), *(_stride_lines(plan) if is_naive else ())]
     lines = [head, *notes, *exchanges.lines(), *table_lines(summary, (0, 6))]
-    titles = ["#", "step", "lowered to", "FLOPs", "moves", "live", "time"]
+    titles = ["#", "step", "lowered to", "FLOPs", "moves", "copies", "live", "time"]
     rows: list[Sequence[str]] = [[*titles, *exchanges.titles, "keeps"]]
     backward = plan.programs.backward
     rows += _rows(plan, plan.programs.forward, 0, exchanges)
@@ -105,12 +112,15 @@ def plan_text(plan: PlanRecord) -> str:
     if len(rows) > MOST_ROWS:
         cut = len(rows) - MOST_ROWS
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
+    copies = any(len(row) > 1 and row[_COPIES] for row in rows[1:])
+    if not copies:
+        rows = [[*row[:_COPIES], *row[_COPIES + 1 :]] for row in rows]
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
     return "\n".join(
         [
             *lines,
-            *table_lines(rows, (0, 1, 2, 7, 8, 9)),
+            *table_lines(rows, [0, 1, 2, *range(7 + copies, 10 + copies)]),
             f"  times by the rates of {plan.device.name}: {plan.device.source}",
         ]
     )
@@ -140,7 +150,7 @@ def how_text(plan: PlanRecord, first: PlanRecord) -> str:
     """Return how a plan was found, and in what its contraction differs from that of a first plan."""
     parts = [plan.origin]
     if any(operand.requires_grad for operand in plan.operands):
-        parts.append(f"keeps {plan.keep}")
+        parts.append("recomputes nothing" if plan.keep == "all" else f"keeps {plan.keep}")
     parts += [_place(plan)] * (_place(plan) != _place(first)) + [shorten(plan.text, 80)] * (plan.text != first.text)
     return "; ".join(parts)
 
@@ -162,8 +172,8 @@ def _stride_lines(plan: PlanRecord) -> list[str]:
 def kept_text(plan: PlanRecord) -> str:
     """Return what the forward program keeps for the backward program, as text."""
     if plan.keep != "some":
-        copies = " and copies of operands" if plan.programs.copies else ""
-        return f"keeps all intermediates{copies}" if plan.keep == "all" else "keeps only the inputs"
+        copies = ", keeps copies of operands" if plan.programs.copies else ""
+        return f"recomputes nothing{copies}" if plan.keep == "all" else "keeps only the inputs"
     kept = len(plan.programs.kept)
     again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
     computed = f"{again} step{'s' * (again > 1)}" if again else "those of slices"
@@ -225,8 +235,9 @@ def _rows(plan: PlanRecord, program: Program, first: int, exchanges: _Exchanges 
     rows = []
     for number, step in enumerate(program.steps, first):
         cost = step.choice.cost
-        figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
-        figures.append(seconds_text(cost.picoseconds / 1e12))
+        figures = [count_text(cost.flops), bytes_text(cost.bytes_moved)]
+        figures.append(bytes_text(cost.copied_bytes) if cost.copied_bytes else "")
+        figures += [bytes_text(step.live_bytes), seconds_text(cost.picoseconds / 1e12)]
         text = shorten(equation(step), MOST_EQUATION)
         cells = exchanges.cells(step) if exchanges else []
         rows.append([str(number), text, lowered_to(step), *figures, *cells, keeps_text(plan, step)])
@@ -267,11 +278,9 @@ def equation(step: Step) -> str:
 
 
 def keeps_text(plan: PlanRecord, step: Step) -> str:
-    """Return, as text, the inputs of a step that stay alive because a gradient step reads them, and what it copies."""
+    """Return, as text, the inputs of a step that stay alive because a gradient step reads them."""
     variables = plan.programs.variables
     parts = ["computed again"] * step.recomputed
-    if step.choice.cost.copied_bytes:
-        parts.append(f"copies {bytes_text(step.choice.cost.copied_bytes)}")
     for position, number in enumerate(step.inputs):
         if number in step.keeps:
             base = variables[variables[number].base]

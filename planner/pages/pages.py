@@ -17,13 +17,13 @@ __all__ = ["page_of_comparison", "page_of_plan", "part_of_comparison", "part_of_
 Path = str | os.PathLike[str] | None
 
 
-def page_of_plan(plan: PlanRecord, path: Path = None, analysis: Analysis | None = None) -> str:
-    """Return the page of a plan, and write it to a file if a path is given; see `planner.plan.Plan.to_html`."""
+def page_of_plan(plan: PlanRecord, path: Path = None, analysis: Analysis | None = None) -> str | None:
+    """Return the page of a plan, or write it to a file if a path is given; see `planner.plan.Plan.to_html`."""
     return save(document(title_of(plan), *plan_sections(plan, analysis)), path)
 
 
-def page_of_comparison(plans: Sequence[PlanRecord], path: Path = None) -> str:
-    """Return a page that sets plans side by side, and write it to a file if a path is given."""
+def page_of_comparison(plans: Sequence[PlanRecord], path: Path = None) -> str | None:
+    """Return a page that sets plans side by side, or write it to a file if a path is given."""
     title = f"{shorten(plans[0].text, 80)}: {len(plans)} plans"
     return save(document(title, *comparison_sections(plans)), path)
 

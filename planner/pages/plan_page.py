@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 from planner.cost.figures import PlanCost
 from planner.inspect.analysis import Analysis
-from planner.inspect.text import equation, gap_text, how_text, keeps_text, kept_text, lowered_to, naive_text
+from planner.inspect.text import equation, found_text, gap_text, how_text, keeps_text, kept_text, lowered_to, naive_text
 from planner.inspect.verdicts import step_verdicts
 from planner.language.resolve import shorten
 from planner.language.units import bytes_text, count_text, seconds_text
@@ -80,12 +80,12 @@ def comparison_sections(plans: Sequence[PlanRecord]) -> list[Element]:
 def _head(plan: PlanRecord) -> Element:
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
     gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
-    how = f"Found by: {plan.origin}; {gap_text(plan)}."
+    how = f"{found_text(plan)}."
     return tag(
         "header",
         tag("h1", plan.text),
         tag("p", f"{plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}", class_="lead"),
-        tag("p", f"{how} {kept_text(plan).capitalize() + '.' if wanted else ''}"),
+        tag("p", f"{how[0].upper()}{how[1:]} {kept_text(plan).capitalize() + '.' if wanted else ''}"),
     )
 
 

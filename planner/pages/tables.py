@@ -40,8 +40,10 @@ class Table:
     programs: Sequence[str] = ()
 
 
-def page_of_tables(title: str, lead: str, tables: Sequence[Table], path: str | os.PathLike[str] | None = None) -> str:
-    """Return a page of tables, and write it to a file if a path is given.
+def page_of_tables(
+    title: str, lead: str, tables: Sequence[Table], path: str | os.PathLike[str] | None = None
+) -> str | None:
+    """Return a page of tables, or write it to a file if a path is given.
 
     Raises:
         PlannerError: the file cannot be written.

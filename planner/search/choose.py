@@ -276,7 +276,7 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         scored = programs.row_major and objective != "peak"
         as_searched = scored or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
         proven = exact and can_prove and as_searched
-        origin = f"{search_name}, {objective}"
+        origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None
         yield Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)

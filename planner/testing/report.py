@@ -114,11 +114,11 @@ class Report:
 
     __repr__ = __str__
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Return a page with the table of laws, and a program for each failure.
 
         Args:
-            path: the file to write the page to; None to write none.
+            path: the file to write the page to; None to return the page.
 
         Raises:
             PlannerError: the file cannot be written.
