@@ -9,6 +9,7 @@ from conftest import run_python
 
 import planner
 from planner.language.spec import is_letter
+from planner.language.units import parse_bytes
 from planner.program.frameworks import load_backend
 
 # -- size ------------------------------------------------------------------------------------------------
@@ -80,7 +81,12 @@ GATHER = "q[n]j->nj"
 
 WRONG = [
     ("ij,jk->ik", (A,), {}, planner.ShapeError, "2 input terms, but 1 operands"),
-    ("ij,jk->ik", (A, B, B), {}, planner.ShapeError, "2 input terms, but 3 operands"),
+    ("ij,jk->ik", (A, B, B), {}, planner.ShapeError, "2 input terms, but 3 operands were given\n"),
+    (GATHER, (C, Q), {}, planner.ShapeError, "2 operands were given; index arrays are keywords: q=...\n"),
+    ("ij jk->ik", (A, B), {}, planner.ShapeError, "'ij jk->ik' has 1 input terms, .*; separate terms by commas"),
+    ("q(n)j->nj", (C,), {"q": Q}, planner.SpecError, r"has no index arrays; did you mean q\[n\]\?"),
+    ("ij,jk->il", (A, B), {}, planner.ShapeError, r"pass sizes=\{'l': N\}, or mend a typo: the inputs have i, j, k"),
+    ("ij->ij", (A,), {"memory_limit": "2 kbit"}, planner.PlannerError, "in one of B, kB, MB, GB, TB, KiB, MiB"),
     ("ij,jk->ik", (), {}, planner.PlannerError, "no operands were given"),
     (GATHER, (), {"q": Q}, planner.PlannerError, "no operands were given"),
     ("ij,jk->ik", (A, np.ones((5, 4))), {}, planner.ShapeError, "'j' has size 3 in operand 0 but 5 in operand 1"),
@@ -276,6 +282,11 @@ def test_backends_are_held_to_the_protocol(name):
         "einsum_cost",
     } | (set() if backend.compiles else {"compiled_bytes", "compiled_peak"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
+
+
+def test_limits_take_units_in_any_case():
+    wanted = {"200 kb": 200_000, "200KB": 200_000, "1.5 mib": 3 * 2**19, "7": 7, "7 b": 7}
+    assert {text: parse_bytes(text, "limit") for text in wanted} == wanted
 
 
 def test_letters_are_letters():

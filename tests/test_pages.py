@@ -1,5 +1,6 @@
 """Pages, graphs and traces say what the plan says, for random plans and odd ones. `test_browser.py` opens pages."""
 
+import dataclasses
 import html.parser
 import itertools
 import json
@@ -16,7 +17,7 @@ import planner
 from planner.inspect.memory import torch_backward_memory, torch_memory
 from planner.pages.figures import graph_of, moments, ticks
 from planner.pages.tables import Table, page_of_tables
-from planner.pages.tree_drawing import places_of
+from planner.pages.tree_drawing import draw_tree, places_of
 from planner.testing import problems
 
 VOID = {"meta", "br"}
@@ -160,9 +161,39 @@ def test_measured_figures_stand_beside_predicted_ones(torch, tmp_path):
     assert sum(row == ("tr", "class", "measured") for row in page.attributes) == len(plan.steps)
     assert sum(row == ("line", "class", "measured") for row in page.attributes) == len(plan.steps)
     assert page.text.count("measured ") >= 3 * len(plan.steps)
+    assert "The steps of this plan took " in page.text
+    warned = dataclasses.replace(analysis, warnings=("the machine is not the plan's",))
+    shown = Page(plan.to_html(analysis=warned)).text
+    assert shown.index("the machine is not the plan's") < shown.index("What it costs")
+    slow = dataclasses.replace(
+        analysis.steps[0], measured=dataclasses.replace(analysis.steps[0].measured, seconds=20.0)
+    )
+    shown = Page(plan.to_html(analysis=dataclasses.replace(analysis, steps=(slow, *analysis.steps[1:])))).text
+    assert re.search(r"time off by \d{4,}x", shown)
     other = planner.plan(GATHER, a, c.detach(), q=q)
     with pytest.raises(planner.PlannerError, match="that of another plan"):
         other.to_html(analysis=analysis)
+
+
+def test_both_memory_charts_have_one_scale():
+    """Their axes have the same marks, and each legend stands beside its chart."""
+    plan = planner.plan(GATHER, (400, 2, 8), (6, 8, 4), q=(400,), backend="torch")
+    assert plan.naive_cost.peak_bytes != plan.cost.peak_bytes
+    first, second = re.findall(r'<svg[^>]*aria-label="Memory of.*?</svg>', plan.to_html(), re.DOTALL)
+    marks = [re.findall(r'text-anchor="end"[^>]*>([^<]*)<', chart) for chart in (first, second)]
+    assert marks[0] == marks[1] != []
+    text = Page(plan.to_html()).text
+    assert text.index("Time by step") < text.index("at the rate of products")
+
+
+@pytest.mark.parametrize("name", ["matmul", "a name of an implementation that is long"])
+def test_times_in_a_tree_are_never_cut(name):
+    graph = graph_of(planner.plan("ij, jk -> ik", (20, 30), (30, 40), backend="numpy"))
+    graph = dataclasses.replace(graph, nodes=tuple(dataclasses.replace(node, detail=name) for node in graph.nodes))
+    drawn = draw_tree(graph, {"s0": "42.9 ms, measured 123.4 ms"})
+    (detail,) = (element.text for element in drawn.iter("text") if "measured" in element.text)
+    assert detail.endswith(", 42.9 ms, measured 123.4 ms")
+    assert detail.startswith(name[:10] if len(name) > 10 else name)
 
 
 def test_loops_show_their_slices():
@@ -317,7 +348,7 @@ def test_the_naive_plan_says_what_it_copies(torch):
     text = str(naive)
     assert "operand 0, ijk, is not row-major: its strides are 4096, 64, 1" in text
     assert re.search(r"moves +copies +live", text)
-    assert "  65.5 kB  98.8 kB  " in text
+    assert "  65.5 kB  69.6 kB  " in text
     assert text.count("naive") == 1
     assert naive.naive == naive
     assert (naive(x, y) == planner.contract("ijk, ikl -> jl", x, y)).all()

@@ -407,6 +407,17 @@ def test_the_naive_way_is_told_as_it_is(spec, shapes, options, way):
     assert line.endswith(f"us  {way}")
 
 
+@pytest.mark.parametrize(
+    ("spec", "lonely"),
+    [("ni, q[z]ij -> nj", "z"), ("ni, q[n]ij -> nj", ""), ("ni, z q[z] ij -> nj", ""), ("nz, zi -> q[n]i", "")],
+)
+def test_an_axis_of_one_bracket_alone_is_named(spec, lonely):
+    shapes = [(6,) * (len(term.replace(" ", "").replace("q[z]", "q").replace("q[n]", "q")))
+              for term in spec.split("->")[0].split(",")]  # fmt: skip
+    text = str(planner.plan(spec, *shapes, q=(6,), sizes={"q": 6}, backend="numpy"))
+    assert ("z stands in one bracket only" in text) == bool(lonely)
+
+
 # -- the command line ------------------------------------------------------------------------------------
 
 

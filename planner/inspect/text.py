@@ -97,7 +97,7 @@ def plan_text(plan: PlanRecord) -> str:
         keep = f"; {kept_text(plan)}" if wanted else ""
         said = f"{found_text(plan)}{keep}{_describe_compiled(plan)}"
         summary.append(["this plan", *_figures(plan.cost), seconds_text(plan.cost.seconds), said])
-    notes = [*_symbol_lines(plan), *(_stride_lines(plan) if is_naive else ())]
+    notes = [*_symbol_lines(plan), *_summed_lines(plan), *(_stride_lines(plan) if is_naive else ())]
     lines = [head, *notes, *exchanges.lines(), *table_lines(summary, (0, 6))]
     titles = ["#", "step", "lowered to", "FLOPs", "moves", "copies", "live", "time"]
     rows: list[Sequence[str]] = [[*titles, *exchanges.titles, "keeps"]]
@@ -132,6 +132,16 @@ def _symbol_lines(plan: PlanRecord) -> list[str]:
     if not stand_ins:
         return []
     return [f"  planned at {', '.join(f'{n} = {k:,}' for n, k in stand_ins.items())}; symbolic sizes run stock steps"]
+
+
+def _summed_lines(plan: PlanRecord) -> list[str]:
+    """Return a line about each axis that stands in one bracket and nowhere else: it may be a typo."""
+    entries = [entry for term in plan.resolved.spec.terms for entry in term]
+    gathers = {entry for entry in entries if not isinstance(entry, str)}
+    places = [axis for gather in gathers for axis in set(gather.axes)] + [e for e in entries if isinstance(e, str)]
+    written = term_gathers(plan.resolved.spec.output)
+    lonely = sorted({axis for gather in gathers - {*written} for axis in gather.axes if places.count(axis) == 1})
+    return [f"  {axis} stands in one bracket only: the rows that it reads are summed" for axis in lonely]
 
 
 def comparison_text(plans: Sequence[PlanRecord]) -> str:

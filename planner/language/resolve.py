@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ def resolve_shapes(
         SearchLimitError: there are more operands, or more elements, than one call can have.
     """
     parsed = spec if isinstance(spec, Spec) else parse(spec)
-    _check_counts(parsed, shapes, index_shapes)
+    _check_counts(parsed, shapes, index_shapes, spec if isinstance(spec, str) else str(spec))
     if len(shapes) > MOST_OPERANDS:
         raise SearchLimitError(
             f"{len(shapes)} operands are more than the {MOST_OPERANDS} that one call takes: contract some first"
@@ -203,6 +204,7 @@ def _resolve_output(
             if asked is None:
                 raise ShapeError(
                     f"no input has the output's axis {entry!r}, so its size is not known: pass sizes={{{entry!r}: N}}"
+                    + (f", or mend a typo: the inputs have {shorten(', '.join(axis_sizes))}" if axis_sizes else "")
                 )
             axis_sizes[entry] = asked
         elif asked is not None and asked != axis_sizes[entry]:
@@ -268,21 +270,31 @@ def _already_resolved(
     return Resolved(spec, tuple(shapes), tuple((name, tuple(index_shapes[name])) for name in spec.arrays))
 
 
-def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> None:
-    """Refuse operands that are too many or too few, and index arrays that are missing or not in the spec."""
-    if len(spec.inputs) != len(shapes):
-        raise ShapeError(
-            f"'{shorten(str(spec))}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
-        )
+def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape], text: str) -> None:
+    """Refuse operands that are too many or too few, and index arrays that are missing or not in the spec.
+
+    `text` is the spec as the caller wrote it.
+    """
     arrays = spec.arrays
+    if len(spec.inputs) != len(shapes):
+        missing, hint = [name for name in arrays if name not in index_shapes], ""
+        if len(shapes) > len(spec.inputs) and missing:
+            hint = f"; index arrays are keywords: {', '.join(f'{name}=...' for name in missing)}"
+        elif len(shapes) > len(spec.inputs) and any(" " in term.strip() for term in text.partition("->")[0].split(",")):
+            hint = "; separate terms by commas"
+        raise ShapeError(
+            f"'{shorten(text)}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given{hint}"
+        )
     for name in arrays:
         if name not in index_shapes:
             raise SpecError(f"the index array {name!r} is missing: pass it as the keyword {name}=...")
     for name in index_shapes:
         if name not in arrays:
+            called = re.search(rf"{re.escape(name)}\(([^()\[\],]*)\)", text)
             raise SpecError(
                 f"unknown option or index array {name!r}: '{shorten(str(spec))}' "
                 + (f"has the index arrays {', '.join(arrays)}" if arrays else "has no index arrays")
+                + (f"; did you mean {name}[{called[1]}]?" if called else "")
             )
 
 

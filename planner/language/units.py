@@ -16,12 +16,13 @@ __all__ = ["bytes_text", "count_text", "parse_bytes", "parse_seconds", "seconds_
 
 # Larger counts are written as powers of ten. Floats end at 1.8e308.
 LARGEST = 10**300
-_DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL_UNITS, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_IN_ANY_CASE = {name.lower(): size for name, size in _UNITS.items()}
 
 
 def parse_bytes(limit: Any, name: str) -> int | None:
-    """Read a limit: bytes as an int, or a string such as ``"2 GiB"``.
+    """Read a limit: bytes as an int, or a string such as ``"2 GiB"``, the unit in any case.
 
     Raises:
         PlannerError: the limit is neither.
@@ -33,9 +34,12 @@ def parse_bytes(limit: Any, name: str) -> int | None:
             return operator.index(limit)
     if isinstance(limit, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-        if match and match[2] in _UNITS and len(match[1]) < 40:
-            return int(Fraction(match[1]) * _UNITS[match[2]])
-    raise PlannerError(f"{name}={limit!r:.80} is not a number of bytes: give an int or a string such as '2 GiB'")
+        if match and match[2].lower() in _IN_ANY_CASE and len(match[1]) < 40:
+            return int(Fraction(match[1]) * _IN_ANY_CASE[match[2].lower()])
+    units = ", ".join(filter(None, _UNITS))
+    raise PlannerError(
+        f"{name}={limit!r:.80} is not a number of bytes: give an int or a string such as '2 GiB', in one of {units}"
+    )
 
 
 def parse_seconds(seconds: Any, name: str) -> float | None:

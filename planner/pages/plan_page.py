@@ -48,14 +48,15 @@ def plan_sections(plan: PlanRecord, analysis: Analysis | None = None) -> list[El
     """
     found = moments(plan, analysis)
     naive = plan.naive
-    sections = [_head(plan), _summary([("naive", naive), ("this plan", plan)])]
+    sections = [_head(plan)]
+    if analysis is not None and analysis.warnings:
+        sections.append(tag("section", tag("h2", "Warnings"), *[tag("p", text) for text in analysis.warnings]))
+    sections.append(_summary([("naive", naive), ("this plan", plan)], _measured_text(found)))
     sections += _pictures(plan, found, naive)
     sections += _steps(plan, found)
     for number, step in enumerate(plan.programs.forward.steps):
         if isinstance(step.op, Loop):
             sections += _slice(step.op.body, f"In each whole slice of step {number}, {lowered_to(step)}")
-    if analysis is not None and analysis.warnings:
-        sections.append(tag("section", tag("h2", "Warnings"), *[tag("p", text) for text in analysis.warnings]))
     source = f"Times by the rates of {plan.device.name}: {plan.device.source}. contraction-planner {__version__}."
     return [*sections, tag("footer", tag("p", source))]
 
@@ -74,7 +75,7 @@ def comparison_sections(plans: Sequence[PlanRecord]) -> list[Element]:
             parts += [tag("h3", "Memory"), _memory("At the same scale", plan, steps, most)]
             parts += [tag("h3", "Time"), time_bars(plan, steps)]
         columns.append(tag("section", tag("h2", name), tag("p", gap_text(plan)), *parts))
-    return [header, _summary(named), _legend(), tag("div", *columns, class_="pair")]
+    return [header, _summary(named), _memory_legend(), _time_legend(), tag("div", *columns, class_="pair")]
 
 
 def _head(plan: PlanRecord) -> Element:
@@ -89,7 +90,18 @@ def _head(plan: PlanRecord) -> Element:
     )
 
 
-def _summary(plans: Sequence[tuple[str, PlanRecord]]) -> Element:
+def _measured_text(found: Sequence[Moment]) -> str:
+    """Return what the steps of a plan took beside what was predicted; "" if nothing was measured."""
+    taken = [(m.picoseconds, m.measured_picoseconds) for m in found if m.measured_picoseconds is not None]
+    if not taken:
+        return ""
+    predicted, measured = (seconds_text(sum(each) / 1e12) for each in zip(*taken, strict=True))
+    return (
+        f"These figures are predicted. The steps of this plan took {measured} here, where {predicted} were predicted."
+    )
+
+
+def _summary(plans: Sequence[tuple[str, PlanRecord]], measured: str = "") -> Element:
     """Return the figures of plans, and how each compares with the first."""
     head = [tag("th", "", scope="col"), *[tag("th", name, scope="col") for name, _, _ in FIGURES]]
     rows = []
@@ -109,6 +121,7 @@ def _summary(plans: Sequence[tuple[str, PlanRecord]]) -> Element:
         tag("h2", "What it costs"),
         tag("p", f"Forward and backward together. Peak: newly allocated bytes at most. Retained: bytes that stay alive "
                  f"for the backward pass. {said}"),
+        tag("p", measured, class_="bad") if measured else None,
         scrolling(table, "Costs"),
     )  # fmt: skip
 
@@ -132,20 +145,24 @@ def _tree(plan: PlanRecord, found: Sequence[Moment]) -> Element:
     return draw_tree(graph_of(plan), times)
 
 
-def _legend(measured: bool = False) -> Element:
-    names = [("kept", "kept for the backward program"), ("values", "other values"), ("scratch", "scratch of the step")]
-    times = [
-        ("compute", "at the rate of products"),
-        ("memory", "at the rate of memory"),
-        ("neither", "below both: launches, single rows, small matrices"),
-    ]
-    more = [("measured", "measured")] if measured else []
-    marks = []
-    for group, keys in (("Memory:", names), ("Time:", [*times, *more])):
-        marks.append(tag("span", group))
-        for name, said in keys:
-            marks += [tag("span", class_=f"key {name}", aria_hidden="true"), tag("span", said)]
-        marks.append(tag("br"))
+def _memory_legend(measured: bool = False) -> Element:
+    names = {"kept": "kept for the backward program", "values": "other values", "scratch": "scratch of the step"}
+    return _legend("Memory:", names, measured)
+
+
+def _time_legend(measured: bool = False) -> Element:
+    names = {
+        "compute": "at the rate of products",
+        "memory": "at the rate of memory",
+        "neither": "below both: launches, single rows, small matrices",
+    }
+    return _legend("Time:", names, measured)
+
+
+def _legend(group: str, names: dict[str, str], measured: bool) -> Element:
+    marks = [tag("span", group)]
+    for name, said in {**names, **({"measured": "measured"} if measured else {})}.items():
+        marks += [tag("span", class_=f"key {name}", aria_hidden="true"), tag("span", said)]
     return tag("p", *marks)
 
 
@@ -167,14 +184,16 @@ def _pictures(plan: PlanRecord, found: Sequence[Moment], naive: PlanRecord) -> I
     if not found:
         yield tag("p", "There are no steps: the result is the operand.")
         return
+    theirs = moments(naive)
+    most = max(max(moment.live, moment.measured_live or 0) for moment in (*found, *theirs))
     yield tag(
         "section",
         tag("h2", "Memory over time"),
-        _legend(measured),
+        _memory_legend(measured),
         tag(
             "div",
-            _memory("This plan", plan, found),
-            _memory("The naive plan", naive, moments(naive)),
+            _memory("This plan", plan, found, most),
+            _memory("The naive plan, at the same scale", naive, theirs, most),
             class_="pair",
         ),
     )
@@ -183,6 +202,7 @@ def _pictures(plan: PlanRecord, found: Sequence[Moment], naive: PlanRecord) -> I
         "section",
         tag("h2", "Time by step"),
         tag("p", f"Predicted time of each step{few}, and what most of it goes into."),
+        _time_legend(measured),
         time_bars(plan, found),
     )
 
@@ -238,7 +258,10 @@ def _step_rows(plan: PlanRecord, moment: Moment, listed: bool) -> Iterator[Eleme
             "-" if measured.live_bytes is None else bytes_text(measured.live_bytes),
             "-" if measured.seconds is None else seconds_text(measured.seconds),
         ]
-        off = "; ".join(f"{name} off by {ratio:.2g}x" for name, ratio in moment.measured.off)
+        off = "; ".join(
+            f"{name} off by {round(ratio) if ratio >= 100 else format(ratio, '.2g')}x"
+            for name, ratio in moment.measured.off
+        )
         cells = [tag("td"), tag("td", "measured", class_="text"), tag("td"), *[tag("td", figure) for figure in read]]
         yield tag("tr", *cells, tag("td", off, class_="text bad"), class_="measured")
 

@@ -20,6 +20,7 @@ __all__ = ["load_pyplot", "plot_plan", "save_figure"]
 
 # Colours that stay apart in grey: dark, middle and light.
 KEPT, VALUES, SCRATCH, OVERHEAD = "#0b5d3b", "#4a8fd0", "#f0c078", "#b8c0c8"
+COMPUTE, MEMORY = "#6b4fa8", "#62b7b9"
 _LARGEST = 1e300
 
 
@@ -116,7 +117,7 @@ def _draw_memory(axes: Any, found: Sequence[Moment]) -> None:
 def _draw_time(axes: Any, plan: PlanRecord, found: Sequence[Moment]) -> None:
     longest = sorted(found, key=lambda m: -m.picoseconds)[:MOST_BARS]
     shown = sorted(longest, key=lambda m: m.number)
-    colours = {"compute": VALUES, "memory": SCRATCH, "neither": OVERHEAD}
+    colours = {"compute": COMPUTE, "memory": MEMORY, "neither": OVERHEAD}
     labels = [shorten(f"{m.number}  {equation(m.step)}  {lowered_to(m.step)}", 60) for m in shown]
     goes = [time_of(plan, m.step.choice.cost) for m in shown]
     measured = any(m.measured_picoseconds is not None for m in shown)
@@ -130,7 +131,7 @@ def _draw_time(axes: Any, plan: PlanRecord, found: Sequence[Moment]) -> None:
     axes.set_yticks(range(len(shown)), labels, fontsize=7, family="monospace", parse_math=False)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value > 0 else "0")
-    axes.set_xlabel("predicted time; blue: at the rate of products, amber: of memory, grey: below both")
+    axes.set_xlabel("predicted time; violet: at the rate of products, teal: of memory, grey: below both")
 
 
 def _float(number: int) -> float:

@@ -13,7 +13,7 @@ from planner.pages.markup import svg, tag
 __all__ = ["Place", "draw_tree", "places_of"]
 
 ROW, GAP, HEIGHT = 54, 120, 40
-MOST_CHARACTERS = 34
+MOST_CHARACTERS, MOST_OF_DETAIL = 34, 54
 CHARACTER = 6.7
 
 
@@ -73,14 +73,18 @@ def _rows(graph: Graph, inputs: dict[str, list[str]]) -> dict[str, float]:
 
 
 def _width(node: Node) -> float:
-    longest = max(len(node.title), len(node.detail))
-    return 18 + CHARACTER * min(longest, MOST_CHARACTERS)
+    longest = max(min(len(node.title), MOST_CHARACTERS), min(len(node.detail), MOST_OF_DETAIL))
+    return 18 + CHARACTER * longest
 
 
 def draw_tree(graph: Graph, times: dict[str, str]) -> Element:
-    """Return the drawing. `times` holds, for some nodes, what is added to their second line."""
-    named = [dataclasses.replace(n, detail=", ".join(filter(None, (n.detail, times.get(n.name))))) for n in graph.nodes]
-    graph = dataclasses.replace(graph, nodes=tuple(named))
+    """Return the drawing. `times` holds, for some nodes, what is added to their second line; it is never cut."""
+
+    def named(node: Node) -> Node:
+        time = f", {times[node.name]}" if node.name in times else ""
+        return dataclasses.replace(node, detail=shorten(node.detail, MOST_OF_DETAIL - len(time)) + time)
+
+    graph = dataclasses.replace(graph, nodes=tuple(map(named, graph.nodes)))
     places = places_of(graph)
     width = 10 + max(place.x + place.width for place in places.values())
     height = ROW / 2 + max(place.y for place in places.values())
@@ -113,6 +117,6 @@ def _box(node: Node, place: Place) -> Element:
         tag("title", f"{node.title}\n{node.detail}"),
         tag("rect", x=f"{place.x:g}", y=top, width=f"{place.width:g}", height=str(HEIGHT), rx=str(corners)),
         tag("text", shorten(node.title, MOST_CHARACTERS), x=x, y=f"{y - 4:g}"),
-        tag("text", shorten(node.detail, MOST_CHARACTERS), x=x, y=f"{y + 12:g}", class_="detail"),
+        tag("text", shorten(node.detail, MOST_OF_DETAIL), x=x, y=f"{y + 12:g}", class_="detail"),
         class_=f"node {node.kind}",
     )
