@@ -307,17 +307,19 @@ def test_the_naive_plan_keeps_what_einsum_keeps(torch, spec, shapes, cut):
     assert plan.naive_cost == plan.naive.cost
 
 
-# What a user would write, by whose letters the index arrays are called.
+# What a user would write, of operands a, b and c and index array e.
 GATHERED = [
-    ("tm, e[ts]mh, ts -> th", ((512, 64), (16, 64, 32), (512, 2)), "torch.einsum('tm,tsmh,ts->th', a, b[e], c)"),
+    ("tm, e[ts]mh, ts -> th", ((512, 64), (16, 64, 32), (512, 2)),
+     lambda torch, e, a, b, c: torch.einsum("tm,tsmh,ts->th", a, b[e], c)),
     ("tm, ts, e[ts]mh -> th", ((512, 64), (512, 2), (16, 64, 32)),
-     "torch.einsum('tms,tsmh->th', torch.einsum('tm,ts->tms', a, b), c[e])"),
-    ("nij, e[n]jk -> nik", ((512, 1, 64), (16, 64, 32)), "a @ b[e]"),
-    ("nj, e[n]j -> n", ((512, 64), (16, 64)), "(a[:, None] @ b[e][:, :, None]).squeeze()"),
-    ("nj, e[n]j -> nj", ((512, 64), (16, 64)), "a * b[e]"),
-    ("nj, je[k] -> nk", ((64, 512), (512, 16)), "a @ b[:, e]"),
-    ("kjc, kic -> ijc", ((64, 80, 70), (64, 90, 70)), "torch.einsum('kjc,kic->ijc', a, b)"),  # no unit stride
-    ("kjc, kc -> jc", ((64, 80, 70), (64, 70)), "torch.einsum('kjc,kc->jc', a, b)"),
+     lambda torch, e, a, b, c: torch.einsum("tms,tsmh->th", torch.einsum("tm,ts->tms", a, b), c[e])),
+    ("nij, e[n]jk -> nik", ((512, 1, 64), (16, 64, 32)), lambda torch, e, a, b: a @ b[e]),
+    ("nj, e[n]j -> n", ((512, 64), (16, 64)), lambda torch, e, a, b: (a[:, None] @ b[e][:, :, None]).squeeze()),
+    ("nj, e[n]j -> nj", ((512, 64), (16, 64)), lambda torch, e, a, b: a * b[e]),
+    ("nj, je[k] -> nk", ((64, 512), (512, 16)), lambda torch, e, a, b: a @ b[:, e]),
+    ("kjc, kic -> ijc", ((64, 80, 70), (64, 90, 70)),  # no unit stride
+     lambda torch, e, a, b: torch.einsum("kjc,kic->ijc", a, b)),
+    ("kjc, kc -> jc", ((64, 80, 70), (64, 70)), lambda torch, e, a, b: torch.einsum("kjc,kc->jc", a, b)),
 ]  # fmt: skip
 
 
@@ -329,10 +331,9 @@ def test_the_naive_peak_is_that_of_einsum(torch, spec, shapes, program, gradient
     shape = (512, 2) if "[ts]" in spec else (512,)
     e = torch.arange(math.prod(shape)).reshape(shape) % 16
     naive = planner.plan(spec, *operands, **({"e": e} if "[" in spec else {})).naive
-    names = {"torch": torch, "e": e, **dict(zip("abc", operands, strict=False))}
 
     def run():
-        return eval(program, names)
+        return program(torch, e, *operands)
 
     result, forward = torch_memory(run)
     peaks = [forward.peak_bytes]

@@ -76,11 +76,12 @@ def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence
         while len(found[1]) < _LEAST or (len(found[1]) < _MOST and sum(map(sum, found)) < _SECONDS):
             for each, times in zip(trials, found, strict=True):
                 times.append(timed(each.run)[1])
+        # Other programs only lengthen times: the lower quartile tells how far the median may be off.
         quartiles = [statistics.quantiles(times) for times in found]
         memory = [each.memory() for each in trials]
     return [
-        Figures(median, *taken, figures.copied_bytes, measured=True, noise=high - low)
-        for (low, median, high), taken, figures in zip(quartiles, memory, predicted, strict=True)
+        Figures(median, *taken, figures.copied_bytes, measured=True, noise=median - low)
+        for (low, median, _), taken, figures in zip(quartiles, memory, predicted, strict=True)
     ]
 
 

@@ -79,7 +79,7 @@ class Figures:
         retained_bytes: bytes kept for the backward pass.
         copied_bytes: bytes of operands that are copied into another order, and of rows that are read. Never measured.
         measured: whether the other figures were measured.
-        noise: seconds between the quartiles of the measured times; 0.0 if they were not measured.
+        noise: seconds between the lower quartile of the measured times and their median; 0.0 if nothing was measured.
     """
 
     seconds: float

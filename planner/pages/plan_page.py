@@ -121,7 +121,7 @@ def _summary(plans: Sequence[tuple[str, PlanRecord]], measured: str = "") -> Ele
         tag("h2", "What it costs"),
         tag("p", f"Forward and backward together. Peak: newly allocated bytes at most. Retained: bytes that stay alive "
                  f"for the backward pass. {said}"),
-        tag("p", measured, class_="bad") if measured else None,
+        tag("p", measured, class_="lead") if measured else None,
         scrolling(table, "Costs"),
     )  # fmt: skip
 
