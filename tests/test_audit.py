@@ -490,6 +490,11 @@ def test_products_of_a_gradient_in_jax_are_those_of_their_line(jnp, jax):
     for shown in (str(report), report.to_html()):
         assert f"backward of line {line}: goes when line {line} is changed" in shown
     assert str(report).count("planner.contract") == len(report.waste) - 1
+    gradient = jax.grad(lambda x, w, v: layer(x, w, v).sum())
+    alone = Audit(tuple(site for site in planner.audit(gradient, x, w, q) if site.backward or not site.wasteful))
+    assert f"line {line} is changed\n" in f"{alone}\n"
+    forward = dataclasses.replace(alone[0], backward=False, code="instead()", planned=alone[0].today)
+    assert f"line {line} is changed, to instead()" in str(Audit((*alone, forward)))
     assert not any(site.backward for site in planner.audit(loss, x, w, q))
 
 

@@ -86,7 +86,7 @@ def test_it_is_a_sequence_and_prints_as_a_table():
     assert head.startswith("ab,bc,cd,de->ae        numpy · cpu · float32")
     assert columns.split() == ["#", "time", "FLOPs", "peak", "retained", "how"]
     assert len(rows) == len(front)
-    assert "exact, time, for the family of a=32, b=32, d=64; recomputes nothing" in rows[0]
+    assert "all trees searched for time, of the family of a=32, b=32, d=64; recomputes nothing" in rows[0]
     assert repr(front) == f"<Tradeoff 'ab,bc,cd,de->ae' {len(front)} plans>"
     with pytest.raises(AttributeError):
         front.plans = ()

@@ -199,10 +199,14 @@ def calls_text(site: Site) -> str:
     return f"{site.calls} calls, {site.shapes} shapes" if site.shapes > 1 else str(site.calls)
 
 
-def instead_of(site: Site) -> str:
-    """Return what to write instead of the line of a site."""
+def instead_of(site: Site, sites: Sequence[Site]) -> str:
+    """Return what to write instead of the line of a site. Where only its gradient is wasteful, the line itself."""
+    if site.code:
+        return site.code
     line = site.place.line
-    return site.code or f"backward of line {line}: goes when line {line} is changed"
+    said = f"backward of line {line}: goes when line {line} is changed"
+    forward = [other.code for other in sites if other.place == site.place and other.code and not other.wasteful]
+    return f"{said}, to {forward[0]}" if forward else said
 
 
 def source_of_figures(sites: Sequence[Site]) -> str:

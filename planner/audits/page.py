@@ -39,7 +39,7 @@ def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Elem
             "section",
             tag("h2", f"{site.place}"),
             tag("p", "Today: ", tag("code", site.place.code or site.spec)),
-            tag("p", "Instead: ", tag("code", site.code) if site.code else instead_of(site)),
+            tag("p", "Instead: ", tag("code", site.code) if site.code else instead_of(site, sites)),
             tag("p", f"With planner: {site.verdict}."),
             tag("details", tag("summary", "Both plans"), *comparison_sections([site.naive, site.plan])),
         )

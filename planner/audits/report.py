@@ -81,7 +81,7 @@ def audit_text(audit: Audit) -> str:
             rows.append(["", label, "", *figure_texts(site.planned, audit.sites)])
     lines = [head, *((*table_lines(rows, (0, 1)), source_of_figures(audit.sites)) if audit.sites else ())]
     for site in waste:
-        lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {instead_of(site)}"]
+        lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {instead_of(site, audit.sites)}"]
     lines += [
         f"not read, {count} call{'s' * (count != 1)}: {shorten(reason)}" for reason, count in audit.unread.items()
     ]

@@ -77,11 +77,15 @@ def gap_text(plan: PlanRecord) -> str:
 
 def found_text(plan: PlanRecord) -> str:
     """Return how a plan was found, and how far it may be from the best possible one."""
+    return f"{_origin_text(plan)}, {gap_text(plan)}"
+
+
+def _origin_text(plan: PlanRecord) -> str:
     how, *family = plan.origin.split(", for the family of ")
     for search, trees in (("exact, ", "all trees"), ("exact in part, ", "some of all trees")):
         if how.startswith(search):
             how = f"{trees} searched for {how.removeprefix(search)}"
-    return f"{', of the family of '.join([how, *family])}, {gap_text(plan)}"
+    return ", of the family of ".join([how, *family])
 
 
 def plan_text(plan: PlanRecord) -> str:
@@ -158,7 +162,7 @@ def comparison_text(plans: Sequence[PlanRecord]) -> str:
 
 def how_text(plan: PlanRecord, first: PlanRecord) -> str:
     """Return how a plan was found, and in what its contraction differs from that of a first plan."""
-    parts = [plan.origin]
+    parts = [_origin_text(plan)]
     if any(operand.requires_grad for operand in plan.operands):
         parts.append("recomputes nothing" if plan.keep == "all" else f"keeps {plan.keep}")
     parts += [_place(plan)] * (_place(plan) != _place(first)) + [shorten(plan.text, 80)] * (plan.text != first.text)
