@@ -343,6 +343,29 @@ def test_the_naive_peak_is_that_of_einsum(torch, spec, shapes, program, gradient
     assert naive.cost.peak_bytes == pytest.approx(max(peaks), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        ((1, 80, 70), lambda x: x.expand(64, 80, 70)),
+        ((64, 1, 70), lambda x: x.expand(64, 80, 70)),
+        ((64, 80, 1), lambda x: x.expand(64, 80, 70)),
+        ((64, 80, 140), lambda x: x[..., ::2]),
+        ((70, 80, 64), lambda x: x.permute(2, 1, 0)),
+    ],
+)
+def test_matrices_are_copied_one_at_a_time_and_not_kept(torch, shape, view):
+    x, y = view(torch.ones(shape)), torch.ones(64, 70, 60, requires_grad=True)
+
+    def run():
+        return torch.einsum("bij,bjk->bik", x, y)
+
+    result, forward = torch_memory(run)
+    backward = torch_backward_memory(run, [y], torch.ones_like(result))[1]
+    cost = planner.plan("bij, bjk -> bik", x, y).naive.cost
+    assert (cost.retained_bytes, cost.forward.peak_bytes) == (forward.retained_bytes, forward.peak_bytes)
+    assert cost.backward.peak_bytes == pytest.approx(backward.peak_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["several index arrays", "an inner dimension"])
 def test_the_naive_peak_is_an_upper_bound(torch, name):
     generator = torch.Generator().manual_seed(0)

@@ -114,14 +114,15 @@ def _einsum_copies(op: Op) -> list[tuple[int, int]]:
 def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
     """Return what torch's own functions take for a step whose stock implementation takes `cost`.
 
-    On a CPU `torch.bmm` copies matrices one at a time. The gradient of rows that were read is added up as it lies.
+    On a CPU they copy less: `torch.bmm` copies matrices one at a time, and the gradient of rows that were read is added
+    up as it lies.
     """
-    spec = op.spec
-    if len(spec.inputs) == 1 and term_gathers(spec.output):
-        copied = cost.copied_bytes
-        return cost._replace(bytes_moved=cost.bytes_moved - 2 * copied, copied_bytes=0,
-                             scratch_bytes=cost.scratch_bytes - copied)  # fmt: skip
-    if len(spec.inputs) == 2 and device.kind == "cpu" and (copies := _einsum_copies(op)):
+    if device.kind != "cpu":
+        return cost
+    if len(op.spec.inputs) == 1 and term_gathers(op.spec.output):
+        moved, copied, scratch = cost.bytes_moved, cost.copied_bytes, cost.scratch_bytes
+        return cost._replace(bytes_moved=moved - 2 * copied, copied_bytes=0, scratch_bytes=scratch - copied)
+    if len(op.spec.inputs) == 2 and (copies := _einsum_copies(op)):
         return cost._replace(scratch_bytes=cost.scratch_bytes - cost.copied_bytes + sum(map(sum, copies)))
     return cost
 
