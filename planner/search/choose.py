@@ -89,7 +89,7 @@ def _as_lean_as_einsum(plan: PlanRecord) -> PlanRecord:
     trains = plan.programs.backward is not None
     if (plan.cost.retained_bytes if trains else plan.cost.peak_bytes) <= _SLACK_BYTES:
         return plan
-    naive = naive_plan(contraction)
+    naive = naive_plan(contraction, as_run=True)
     retained, peak = (max(n, _SLACK_BYTES) for n in (naive.cost.retained_bytes, naive.cost.peak_bytes))
     limits = Limits(None, retained) if trains else Limits(peak, None)
     if keeps_within(plan.cost, limits):
@@ -132,14 +132,15 @@ def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     return least_by_sizes(space, objective)
 
 
-def naive_plan(contraction: Contraction) -> PlanRecord:
+def naive_plan(contraction: Contraction, as_run: bool = False) -> PlanRecord:
     """Return the naive plan: gather whole operands, then contract along opt_einsum's path.
 
     It keeps what the framework's own autograd keeps. That includes copies of operands that a product made: torch saves
-    what it gives to `bmm`.
+    what it gives to `bmm`. Its steps allocate what the framework's own functions do; `as_run` says to count what our
+    stock implementations allocate, which may copy more.
     """
     space = SearchSpace(contraction)
-    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
+    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True, as_run=as_run)
     assert result is not None
     programs = space.programs(result.tree, lower)
     copies_of = load_backend(contraction.backend).einsum_copies

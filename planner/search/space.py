@@ -151,6 +151,7 @@ class SearchSpace:
         path: Any = None,
         naive: bool = False,
         limits: Limits = NO_LIMITS,
+        as_run: bool = False,
     ) -> tuple[SearchResult | None, Lowerer]:
         """Search over the trees of a path, or over all trees.
 
@@ -166,6 +167,8 @@ class SearchSpace:
             path: the path; None to search over all trees.
             naive: whether to find the naive plan: gathers of whole operands first, and only stock implementations.
             limits: the limits that the tree must meet.
+            as_run: whether the steps of the naive plan cost what our stock implementations take, which may copy more
+                than the framework's own functions.
 
         Returns:
             What the search found, or None if no tree is within the limits; and the lowerer that it used.
@@ -175,7 +178,8 @@ class SearchSpace:
         """
         if limits.memory is not None:
             limits = limits._replace(memory=limits.memory - self.index_bytes)
-        lower = Lowerer(self.naive_choices, step_key(objective)) if naive else self.lowerer(objective)
+        choices = self.stock_choices if as_run else self.naive_choices
+        lower = Lowerer(choices, step_key(objective)) if naive else self.lowerer(objective)
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
         # With many operands a path has many steps.
