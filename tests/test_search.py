@@ -183,7 +183,7 @@ def test_ten_operands_are_searched_exactly_by_default(spec, objective):
     plan = planner.plan(spec, *operands, backend="numpy", minimize=objective)
     # A search for the least time ends where a thousand calls would not win the time that it takes.
     assert plan.proven or (objective == "time" and plan.gap < 0.1)
-    assert plan.origin == f"exact, {objective}"
+    assert plan.origin in (f"exact, {objective}", "exact in part, time")
 
 
 # Taken as an outer product of which operands and result are all empty.
