@@ -182,7 +182,9 @@ def test_bytes_are_those_of_the_changed_program(torch, arrays, name, tmp_path):
     assert torch.equal(changed(), wanted)
     peak, retained = taken(torch, changed, leaves)
     assert retained == site.planned.retained_bytes == site.plan.cost.retained_bytes
-    assert peak == pytest.approx(site.planned.peak_bytes, rel=0.05)
+    # The plan has room for one flat index: rows of other sizes need it, torch's own calls do not.
+    flat = 8 * arrays["chosen"].numel() if name == "keys" else 0
+    assert peak == pytest.approx(site.planned.peak_bytes - flat, rel=0.05)
     assert peak <= site.planned.peak_bytes <= site.plan.cost.peak_bytes
 
 
