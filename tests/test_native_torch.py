@@ -1,8 +1,10 @@
 """Which plans run as torch's own calls, with torch's own derivatives, and what these keep."""
 
+import numpy as np
 import pytest
 
 import planner
+from planner.testing.reference import reference, reference_gradients
 
 torch = pytest.importorskip("torch")
 
@@ -167,3 +169,30 @@ def test_gradients_of_many_pairs_are_added_up_in_order():
         x, rows = integers(8, 8, grad=True), torch.randint(0, 8, (count,))
         found = planner.contract("s[e] d[e] -> e", x, s=rows, d=rows)
         assert ("Contract" not in found.grad_fn.name()) == is_native
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize(
+    ("spec", "shapes", "index_shapes", "sizes"),
+    [
+        ("s[d]r[bd] -> bd", ((3, 4),), {"s": (2,), "r": (3, 2)}, None),  # a bracket with its axes in another order
+        ("s[d]r[bd] -> db", ((3, 4),), {"s": (2,), "r": (3, 2)}, None),
+        ("s[c]a, s[c]ac -> ac", ((33, 17), (33, 17, 1)), {"s": (1,)}, None),  # elements, by narrow index arrays
+        ("q[ac], q[ac], q[ac] ->", ((33,), (33,), (33,)), {"q": (6000, 33)}, None),  # a loop in the place of a family's
+        ("ba -> z", ((2, 2),), {}, {"z": 600}),  # a sum that is repeated, in members of a family
+        ("abc -> az", ((3, 2, 2),), {}, {"z": 17}),
+    ],
+)
+def test_members_of_families_have_their_own_sizes_and_strides(spec, shapes, index_shapes, sizes, dtype, grad):
+    random = np.random.default_rng(0)
+    operands = [random.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+    tensors = [torch.from_numpy(x).requires_grad_(grad) for x in operands]
+    indices = {name: random.integers(0, 3, shape).astype(dtype) for name, shape in index_shapes.items()}
+    result = planner.contract(spec, *tensors, sizes=sizes, **{name: torch.from_numpy(q) for name, q in indices.items()})
+    expected = reference(spec, *operands, sizes=sizes, **indices)
+    assert np.array_equal(result.detach(), expected)
+    if grad:
+        gradients = torch.autograd.grad(result.sum(), tensors)
+        wanted = reference_gradients(spec, np.ones_like(expected), *operands, sizes=sizes, **indices)
+        assert all(np.array_equal(x, y) for x, y in zip(gradients, wanted, strict=True))

@@ -356,10 +356,11 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     arranged: Term = tuple(term[d] for d in order)
     back = [order.index(d) for d in range(len(term))]
     moves, shape = order != back or order != sorted(order), spec.shape(rows)
-    views = [
-        viewing(OPS.permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
-        for g in gathers
-    ]
+    views, standin_views = (
+        [viewing(permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
+         for g in gathers]
+        for permute in (OPS.permute, STRIDE_OPS.permute)
+    )  # fmt: skip
 
     def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
         return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
@@ -388,8 +389,8 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
         x = STRIDE_OPS.permute(x, order)
         if not others:
             return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
-        shapes = [spec.shape(gather.axes) for gather in gathers]
-        return STRIDE_OPS.take_by(x, [view(Strided(s, row_major(s))) for view, s in zip(views, shapes, strict=True)])
+        arrays = [Strided(shape, row_major(shape)) for shape in (spec.shape(gather.axes) for gather in gathers)]
+        return STRIDE_OPS.take_by(x, [view(array) for view, array in zip(standin_views, arrays, strict=True)])
 
     def added(x: Strided) -> Strided:
         return STRIDE_OPS.permute(_written(x, spec.shape(arranged)), back)
@@ -418,7 +419,7 @@ def _elements_of(term: Term, spec: Spec) -> _Rows:
 
     def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
         q, shape = index[gather], list(x.shape)
-        wide = view(q)
+        wide = view(q).long()
         shape[dim] = wide.shape[dim]
         x = x.gather(dim, wide.expand(shape))
         if len(own) == 1:
@@ -427,7 +428,7 @@ def _elements_of(term: Term, spec: Spec) -> _Rows:
         return x.reshape(shape)
 
     def add(values: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
-        wide = view(index[gather])
+        wide = view(index[gather]).long()
         if len(own) != 1:
             shape = list(values.shape)
             shape[dim : dim + len(own)] = [wide.shape[dim]]

@@ -170,7 +170,7 @@ class TorchOps:
         if transformed() or (torch.is_grad_enabled() and values.requires_grad):
             # For gradients torch saves what `index_add` adds; of `scatter_add` it saves the index array alone.
             add = out.scatter_add if transformed() or watched() else out.scatter_add_
-            out = add(0, flat.reshape(flat.shape + (1,) * (values.dim() - 1)).expand(values.shape), values)
+            out = add(0, flat.long().reshape(flat.shape + (1,) * (values.dim() - 1)).expand(values.shape), values)
         else:
             out = (out.index_add if watched() else out.index_add_)(0, flat, values)
         if count > 1:

@@ -99,7 +99,7 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan]
         return None
     rest, executable = casts.rest, Executable(casts.rest, table)
     # These calls need sizes that their inputs do not show.
-    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
+    sized = any(step.op.repeats or step.choice.lowering == "diagonal" for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
 
     def bind(member: Member) -> RunPlan:

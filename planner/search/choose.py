@@ -73,11 +73,11 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         origin=best.origin,
     )
     if given is None and not on_mesh:
-        plan = _as_lean_as_einsum(plan)
+        plan = _as_lean_as_einsum(plan, loops)
     return add_exchanges(plan) if on_mesh else plan
 
 
-def _as_lean_as_einsum(plan: PlanRecord) -> PlanRecord:
+def _as_lean_as_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     """Return the plan, or the fastest that allocates, or with gradients retains, no more than the naive plan does.
 
     Callers who replace einsum must not run out of memory. Those who set a limit have said what they have.
@@ -96,7 +96,7 @@ def _as_lean_as_einsum(plan: PlanRecord) -> PlanRecord:
         return plan
     limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
     try:
-        lean = make_plan(dataclasses.replace(contraction, options=limited))
+        lean = make_plan(dataclasses.replace(contraction, options=limited), loops=loops)
     except PlannerLimitError:
         lean = naive
     lean = min(lean, naive, key=lambda each: plan_key("time")(each.cost))
