@@ -15,6 +15,7 @@ from planner.language.options import SEARCHES, is_name
 from planner.language.resolve import shorten
 from planner.language.units import bytes_text, parse_bytes, seconds_text
 from planner.plan import Plan
+from planner.program.loops import least_seconds
 from planner.search.alternatives import alternatives
 from planner.search.verify import keep_fitting
 
@@ -157,9 +158,10 @@ def tradeoff(
         for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
             for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(plans)})):
                 plans += make_within(**{name: rung})
-        for _ in range(RUNGS):
+        longest = SLOWEST * min(point.cost.seconds for point in plans)
+        for _ in range(RUNGS if least_seconds(first.contraction) <= longest else 0):
             leaner = make_within(memory_limit=int(LESS * min(point.cost.peak_bytes for point in plans)))
-            if not leaner or leaner[0].cost.seconds > SLOWEST * _front(plans)[0].cost.seconds:
+            if not leaner or leaner[0].cost.seconds > longest:
                 break
             plans += leaner
         # At the limits that a plan just meets, a loop may be as lean and faster.

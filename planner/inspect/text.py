@@ -65,6 +65,8 @@ def gap_text(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
     proven = "proven" if plan.proven else "not proven"
+    if plan.proven and plan.options.minimize == "peak":
+        proven += " among plans without loops"
     if gap is None or gap > _MOST_GAP or (plan.proven and not gap):
         return proven
     if not gap:

@@ -20,7 +20,8 @@ from planner.program.contraction import Contraction
 from planner.program.loops import (
     Axes,
     device_in_loop,
-    loop_layouts,
+    least_seconds,
+    lie_as_expected,
     loop_node,
     loop_over,
     resize_tree,
@@ -65,9 +66,8 @@ CLOSE, SAVING = 1.25, 16
 def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield candidates that go slice by slice, if a limit rules the best plan out or if large intermediates cost time.
 
-    If other plans without a loop are within the limits, loops compete with them: the search goes on to smaller slices
-    only as long as these may be faster. With peaks or retained bytes minimised they do not compete, because the
-    smallest slices, which take the longest, would win.
+    If other plans without a loop are within the limits, loops compete with them: slices get smaller only as long as
+    that may save time. Where peaks or retained bytes are minimised they do not: the smallest, slowest ones would win.
 
     The loops grow by one axis at a time. Each time the search prices slices of every axis that can be cut, those of the
     largest values first, and takes the best. It ends if nothing gets better or if it has priced enough. It prices
@@ -87,7 +87,8 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     small = bool(allowed) and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES
     ruled_out = key(rival.cost) > min(key(candidate.cost) for candidate in candidates)
     competes = bool(allowed) and ruled_out and options.minimize not in ("peak", "retained")
-    if small and not competes:
+    too_fast = options.minimize == "time" and rival.cost.seconds < least_seconds(space.contraction)
+    if small and (too_fast or not competes):
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees), rival.cost if competes else None)
@@ -427,20 +428,7 @@ def _price_tree(space: SearchSpace, tree: Tree, lower: Lowerer) -> Candidate | N
         lower: what chooses the steps outside of loops.
     """
     programs = space.programs(tree, lower)
-    return Candidate(programs, tree, lower, False, "sliced") if _lie_as_expected(programs) else None
-
-
-def _lie_as_expected(programs: Programs) -> bool:
-    """Whether what loops read, and loops in them, lies in memory as their slices were planned for."""
-    for step in programs.steps:
-        if isinstance(step.op, Loop):
-            layouts = loop_layouts(step.op)
-            expected = layouts if step.op.first_operand else layouts[1:]
-            if step.op.layouts != (expected if any(expected) else ()):
-                return False
-            if not all(_lie_as_expected(body.programs) for body in step.op.bodies):
-                return False
-    return True
+    return Candidate(programs, tree, lower, False, "sliced") if lie_as_expected(programs) else None
 
 
 def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: TreePart | None = None) -> PlanRecord:
