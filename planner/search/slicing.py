@@ -49,9 +49,8 @@ MOST_PART_OPERANDS = 200
 # For many operands the search for loops may price this many times fewer steps.
 LARGE_SHARE = 4
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
-PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
-# The same if a small plan without a loop is within the limits, so that a loop can only save time.
-PRICED_STEPS_RIVALLED = 1_000
+# The last is for limits that a small plan without a loop is within: then no trees are searched for slices either.
+PRICED_STEPS, PRICED_STEPS_LIMITED, PRICED_STEPS_RIVALLED = 10_000, 30_000, 1_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
 # them are taken.
 TIES = 1.05
@@ -93,7 +92,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees), rival.cost if competes else None)
     if small:
-        search.steps_left = min(search.steps_left, PRICED_STEPS_RIVALLED)
+        search.steps_left, search.searches = PRICED_STEPS_RIVALLED, False
 
     def excess(candidate: Candidate) -> int:
         """Return the bytes by which a candidate exceeds the limits."""
@@ -168,6 +167,7 @@ class _LoopSearch:
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
         # The steps of many operands are small ones, and the loops over them are many.
         self.large = len(space.operands) > MOST_AUTO
+        self.searches = not self.large
         if self.large:
             self.steps_left //= LARGE_SHARE
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
@@ -193,7 +193,7 @@ class _LoopSearch:
             if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.is_over():
                 continue
             self.steps_left -= SLICE_STOP.priced
-            slice_trees = [] if self.large else _slice_trees(self.space, {**dict(axes), axis: 1})
+            slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1}) if self.searches else []
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
             larger: list[Candidate] = []
             for slice_size in _ladder(size):
