@@ -15,18 +15,22 @@ from planner.language.options import SEARCHES, is_name
 from planner.language.resolve import shorten
 from planner.language.units import bytes_text, parse_bytes, seconds_text
 from planner.plan import Plan
+from planner.program.loops import least_seconds
 from planner.search.alternatives import alternatives
 from planner.search.verify import keep_fitting
 
 __all__ = ["Tradeoff", "tradeoff"]
 
-# How many limits to try between the least and the most of a quantity on the front.
+# How many limits to try between the least and the most of a quantity on the front, and how many below the least peak.
 RUNGS = 4
+# Each limit below the least peak is this share of it. Only loops over slices are within such limits. The front ends
+# where they take more than SLOWEST times as long as the fastest plan.
+LESS, SLOWEST = 0.9, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Tradeoff(Comparison):
-    """Plans of one contraction. No plan is better than another one in time, peak and retained bytes at once.
+    """Plans of one contraction. None is as good as another one in time, peak and retained bytes, and better in one.
 
     Example:
         >>> import planner
@@ -84,7 +88,11 @@ def tradeoff(
     device: Device | None = None,
     **indices: Any,
 ) -> Tradeoff:
-    """Find the plans that are best for some balance of time, peak and retained bytes.
+    """Find the plans that are best for some balance of time, peak and retained bytes, of all that the searches find.
+
+    The searches are those for each objective, and those for the least time under limits: below, between and at the
+    figures of the plans found so far. Plans that go slice by slice are among them if they take at most four times as
+    long as the fastest plan.
 
     Example:
         >>> import planner
@@ -129,6 +137,15 @@ def tradeoff(
     def make(objective: str, **others: int | None) -> Plan:
         return plan(spec, *operands, minimize=objective, **{**options, **others}, **indices)
 
+    def make_within(**limits: int) -> list[Plan]:
+        """Return the fastest plan within limits, if there is one."""
+        try:
+            point = make("time", **limits)
+        except PlannerLimitError:
+            return []
+        names = [f"{name}={bytes_text(limit)}" for name, limit in limits.items()]
+        return [dataclasses.replace(point, origin=", ".join([point.origin, *names]))]
+
     plans: list[Plan] = []
     try:
         first = make("time")
@@ -140,12 +157,19 @@ def tradeoff(
         # Under a limit a search may find a compromise that is best for no single objective.
         for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
             for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(plans)})):
-                try:
-                    point = make("time", **{name: rung})
-                except PlannerLimitError:
-                    continue
-                text = f"{name}={bytes_text(rung)}"
-                plans.append(dataclasses.replace(point, origin=f"{point.origin}, {text}"))
+                plans += make_within(**{name: rung})
+        longest = SLOWEST * min(point.cost.seconds for point in plans)
+        for _ in range(RUNGS if least_seconds(first.contraction) <= longest else 0):
+            leaner = make_within(memory_limit=int(LESS * min(point.cost.peak_bytes for point in plans)))
+            if not leaner or leaner[0].cost.seconds > longest:
+                break
+            plans += leaner
+        # At the limits that a plan just meets, a loop may be as lean and faster.
+        seen: set[tuple[int, int]] = set()
+        while rows := {_bytes_of(point) for point in _front(plans)} - seen:
+            for peak, retained in sorted(rows):
+                plans += make_within(memory_limit=peak, retain_limit=retained)
+            seen |= rows
     except KeyboardInterrupt:
         if not plans:
             raise
@@ -160,6 +184,11 @@ def _rungs(values: Sequence[int]) -> list[int]:
     ratio = high / low
     rungs = {round(low * ratio ** (step / (RUNGS + 1))) for step in range(1, RUNGS + 1)}
     return sorted(rungs - set(values))
+
+
+def _bytes_of(point: Plan) -> tuple[int, int]:
+    """Return the peak and the retained bytes of a plan."""
+    return point.cost.peak_bytes, point.cost.retained_bytes
 
 
 def _front(plans: Iterable[Plan]) -> tuple[Plan, ...]:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from random import Random
 from unittest import mock
 
@@ -37,6 +37,8 @@ from planner.workloads import WORKLOADS
 # Index arrays in range, scalars of checks: beyond the plan's own values.
 SMALL = 4096
 CLIQUE = "ij,ik,il,jk,jl,kl->ij"
+# Each of 4096 tokens goes through two of 16 experts.
+TOP_TWO = "tm, e[ts] m h, ts -> th", needing_gradients((4096, 64), (16, 64, 128), (4096, 2))
 
 
 @st.composite
@@ -315,14 +317,63 @@ def test_loops_that_are_as_fast_are_taken_for_the_memory_that_they_save():
     exactly = planned(CLIQUE, shapes, backend="jax", minimize=lambda cost: cost.seconds)
     assert exactly.cost.seconds <= fastest.plan.cost.seconds
     chain = WORKLOADS["chain-ijkl"].cpu()
-    whole = planned(chain.spec, chain.shapes, backend="torch")
-    assert whole.loop is None
-    # A wider limit never makes a plan slower.
-    tight, wide = (
-        planned(chain.spec, chain.shapes, backend="torch", memory_limit=int(share * whole.cost.peak_bytes))
-        for share in (0.7, 0.9)
+    assert planned(chain.spec, chain.shapes, backend="torch").loop is None
+
+
+def network(seed):
+    """A chain or another small network, some with an index array, and which limits to set."""
+    random = Random(seed)
+    kind, count = random.choice((("chain", 3), ("chain", 4), ("dense", 3), ("gathers", 2)))
+    spec, shapes, indices = MAKERS[kind](count, random)
+    times, needs = random.choice((2, 6)), random.random() < 0.7
+    operands = [planner.Operand([times * n for n in shape], requires_grad=needs) for shape in shapes]
+    names = ("memory_limit", "retain_limit")[: random.choice((1, 2))]
+    backend = random.choice(("numpy", "torch"))
+    return (
+        spec,
+        operands,
+        names,
+        {"backend": backend, **{q: [times * n for n in shape] for q, shape in indices.items()}},
     )
-    assert wide.cost.seconds <= tight.cost.seconds
+
+
+CHAIN_IJKL = WORKLOADS["chain-ijkl"].cpu()
+
+
+@pytest.mark.parametrize(
+    ("spec", "operands", "names", "options"),
+    [
+        (*TOP_TWO, ("memory_limit",), {"backend": "torch", "e": (4096, 2)}),
+        (CHAIN_IJKL.spec, needing_gradients(*CHAIN_IJKL.shapes), ("memory_limit",), {"backend": "torch"}),
+        *map(network, range(examples(8, 40))),
+    ],
+)
+def test_a_wider_limit_never_makes_a_plan_slower(spec, operands, names, options):
+    """Loops compete with plans without loops, also where these are within the limits.
+
+    Where the fastest plan without a loop is within them it is taken, though predictions may prefer a loop a little.
+    """
+    free = planner.plan(spec, *operands, device="cpu", memory_limit=10**15, **options)
+    most = {"memory_limit": free.cost.peak_bytes, "retain_limit": free.cost.retained_bytes}
+    found = []
+    for share in (0.3, 0.45, 0.6, 0.8, 0.95, 1):
+        limits = {name: int(share * most[name]) for name in names}
+        with contextlib.suppress(planner.PlannerLimitError):
+            found.append(planner.plan(spec, *operands, device="cpu", **limits, **options))
+    for tight, wide in pairwise(found):
+        assert wide.cost.seconds <= max(tight.cost.seconds, free.cost.seconds)
+
+
+def test_a_loop_is_taken_where_it_is_faster_and_leaner_than_what_fits_without():
+    free, wide, tight = (
+        planner.plan(TOP_TWO[0], *TOP_TWO[1], e=(4096, 2), backend="torch", device="cpu", memory_limit=limit)
+        for limit in (None, "8.7 MB", "7 MB")
+    )
+    without = planner.plan(TOP_TWO[0], *TOP_TWO[1], e=(4096, 2), backend="torch", device="cpu", minimize="peak")
+    assert without.cost.peak_bytes <= 8_700_000
+    assert wide.loop is not None
+    assert free.cost.seconds < wide.cost.seconds < without.cost.seconds
+    assert wide.cost == tight.cost
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():

@@ -67,6 +67,28 @@ def test_the_laws_of_the_front():
     floors.at_least(examples(25, 500), run=0.3)
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices", "sliced"),
+    [
+        ("tm, e[ts] m h, ts -> th", [(4096, 64), (16, 64, 128), (4096, 2)], {"e": (4096, 2)}, 4),
+        ("ab,bc,cd,de->ae", [(2000, 30), (30, 400), (400, 50), (50, 900)], {}, 0),
+        ("ab,cb,ac,ad,de->ce", [(256, 16), (256, 16), (256, 256), (256, 16), (16, 192)], {}, 1),
+    ],
+)
+def test_no_plan_within_the_figures_of_a_row_beats_it(spec, shapes, indices, sliced):
+    options = {"backend": "torch", "device": "cpu", **indices}
+    operands = needing_gradients(*shapes)
+    front = planner.tradeoff(spec, *operands, **options)
+    assert sum(point.loop is not None for point in front) >= sliced
+    assert front[-1].cost.seconds <= 4 * front[0].cost.seconds
+    for row in front:
+        _, peak, retained = figures(row)
+        assert not any(beats(other, row) for other in front)
+        for limits in ((peak, None), (None, retained), (peak, retained)):
+            within = dict(zip(("memory_limit", "retain_limit"), limits, strict=True))
+            assert not beats(planner.plan(spec, *operands, **within, **options), row)
+
+
 def test_each_point_has_the_right_gradients(torch):
     operands = [(torch.arange(n * m) % 3.0).reshape(n, m).requires_grad_() for n, m in CHAIN[1]]
     expected = torch.autograd.grad(torch.linalg.multi_dot(operands).sum(), operands)

@@ -67,8 +67,11 @@ def _describe_compiled(plan: PlanRecord) -> str:
 def gap_text(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
+    proven = "proven the best" if plan.proven else "not proven the best"
+    if plan.proven and plan.options.minimize == "peak":
+        proven += " among plans without loops"
     if gap is None or gap > _MOST_GAP or (plan.proven and not gap):
-        return "proven the best" if plan.proven else "not proven the best"
+        return proven
     if not gap:
         return "as good as the best without loops"
     most = f"{math.ceil(100 * gap)}% from" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"

@@ -29,6 +29,7 @@ from planner.program.frameworks import load_backend
 from planner.program.implementations import Table
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord, without_loops
+from planner.program.program import Programs
 from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values, nodes_of
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "Part",
     "covers",
     "device_in_loop",
+    "least_seconds",
+    "lie_as_expected",
     "loop_cost",
     "loop_layouts",
     "loop_node",
@@ -267,6 +270,27 @@ def loop_layouts(loop: Loop) -> tuple[Layout | None, ...]:
     whole = slice_of(loop.body.contraction, loop.spec.by_axis)
     gradient = layout_of(loop.spec.output_shape, whole.gradient_strides)
     return gradient, *(variable.layout for variable in given_variables(whole))
+
+
+def lie_as_expected(programs: Programs) -> bool:
+    """Whether what loops read, and loops in them, lies in memory as their slices were planned for."""
+    for step in programs.steps:
+        if isinstance(step.op, Loop):
+            layouts = loop_layouts(step.op)
+            expected = layouts if step.op.first_operand else layouts[1:]
+            if step.op.layouts != (expected if any(expected) else ()):
+                return False
+            if not all(lie_as_expected(body.programs) for body in step.op.bodies):
+                return False
+    return True
+
+
+def least_seconds(contraction: Contraction) -> float:
+    """Return what a plan with a loop takes at least: two slices with a step each, where Python runs the loop."""
+    if load_backend(contraction.backend).compiles:
+        return 0.0
+    programs = 2 if any(contraction.requires_grad) else 1
+    return programs * 2 * (_SLICE_SECONDS + _STEP_SECONDS)
 
 
 def loop_cost(op: Op, device: Device) -> StepCost:

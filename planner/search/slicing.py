@@ -20,7 +20,8 @@ from planner.program.contraction import Contraction
 from planner.program.loops import (
     Axes,
     device_in_loop,
-    loop_layouts,
+    least_seconds,
+    lie_as_expected,
     loop_node,
     loop_over,
     resize_tree,
@@ -48,7 +49,8 @@ MOST_PART_OPERANDS = 200
 # For many operands the search for loops may price this many times fewer steps.
 LARGE_SHARE = 4
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
-PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
+# The last is for limits that a small plan without a loop is within: then no trees are searched for slices either.
+PRICED_STEPS, PRICED_STEPS_LIMITED, PRICED_STEPS_RIVALLED = 10_000, 30_000, 1_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
 # them are taken.
 TIES = 1.05
@@ -61,7 +63,10 @@ CLOSE, SAVING = 1.25, 16
 
 
 def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates that go slice by slice, if a limit asks for them or if large intermediates cost time.
+    """Yield candidates that go slice by slice, if a limit rules the best plan out or if large intermediates cost time.
+
+    If other plans without a loop are within the limits, loops compete with them: slices get smaller only as long as
+    that may save time. Where peaks or retained bytes are minimised they do not: the smallest, slowest ones would win.
 
     The loops grow by one axis at a time. Each time the search prices slices of every axis that can be cut, those of the
     largest values first, and takes the best. It ends if nothing gets better or if it has priced enough. It prices
@@ -78,10 +83,16 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     key = plan_key(options.minimize)
     allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
     rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
-    if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
+    small = bool(allowed) and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES
+    ruled_out = key(rival.cost) > min(key(candidate.cost) for candidate in candidates)
+    competes = bool(allowed) and ruled_out and options.minimize not in ("peak", "retained")
+    too_fast = options.minimize == "time" and rival.cost.seconds < least_seconds(space.contraction)
+    if small and (too_fast or not competes):
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
-    search = _LoopSearch(space, rival.programs, tuple(trees))
+    search = _LoopSearch(space, rival.programs, tuple(trees), rival.cost if competes else None)
+    if small:
+        search.steps_left, search.searches = PRICED_STEPS_RIVALLED, False
 
     def excess(candidate: Candidate) -> int:
         """Return the bytes by which a candidate exceeds the limits."""
@@ -133,7 +144,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         yield from (best, *others)
         assert best.loop is not None
         axes = best.loop.axes
-        if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
+        if keeps_within(best.cost, limits) and (small or not allowed or len(axes) > 1):
             break
 
 
@@ -144,15 +155,19 @@ class _LoopSearch:
         space: the contraction, and the searches on it.
         whole: the best programs without a loop, or the best ones that exceed the limits.
         trees: trees for the whole contraction; each loop is priced with all of them.
+        rival: the cost that loops must beat, if there is one.
     """
 
-    def __init__(self, space: SearchSpace, whole: Programs, trees: Sequence[Tree]) -> None:
+    def __init__(self, space: SearchSpace, whole: Programs, trees: Sequence[Tree], rival: Cost | None) -> None:
         self.space, self.whole, self.trees = space, whole, trees
         options = space.options
+        self.key = plan_key(options.minimize)
+        self.rival = None if rival is None else self.key(rival)
         limited = options.memory_limit is not None or options.retain_limit is not None
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
         # The steps of many operands are small ones, and the loops over them are many.
         self.large = len(space.operands) > MOST_AUTO
+        self.searches = not self.large
         if self.large:
             self.steps_left //= LARGE_SHARE
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
@@ -163,6 +178,13 @@ class _LoopSearch:
         """Whether as many steps as allowed are priced, or the deadline is over."""
         return self.steps_left <= 0 or (self.space.ends is not None and time.monotonic() > self.space.ends)
 
+    def is_beaten(self, priced: Sequence[Candidate], larger: Sequence[Candidate]) -> bool:
+        """Whether loops are no better than the rival nor than those in larger slices: then smaller ones are worse."""
+        if self.rival is None or not larger:
+            return False
+        best, before = (min(self.key(candidate.cost) for candidate in some) for some in (priced, larger))
+        return bool(best >= self.rival and best >= before)
+
     def price_another_axis(self, axes: Axes) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
         spec = self.space.resolved.spec
@@ -171,12 +193,18 @@ class _LoopSearch:
             if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.is_over():
                 continue
             self.steps_left -= SLICE_STOP.priced
-            slice_trees = [] if self.large else _slice_trees(self.space, {**dict(axes), axis: 1})
+            slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1}) if self.searches else []
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
+            larger: list[Candidate] = []
             for slice_size in _ladder(size):
                 cut = (*axes, (axis, slice_size))
-                if _slices(cut, spec) <= MOST_SLICES:
-                    priced += self._price(cut, trees)
+                if _slices(cut, spec) > MOST_SLICES:
+                    break
+                found = self._price(cut, trees)
+                priced += found
+                if self.is_beaten(found, larger):
+                    break
+                larger = found
         return priced
 
     def price_many_axes(self, tree: Tree, limit: int) -> Iterator[Candidate]:
@@ -218,7 +246,7 @@ class _LoopSearch:
         """Return trees with one more loop, over an axis of their largest values, in smaller and smaller slices.
 
         The loop goes around a part of the tree, which may hold other loops, or inside of another loop. Under limits
-        slices get no smaller once the limits are met.
+        slices get no smaller once the limits are met and smaller ones are slower.
         """
         if len(self.space.operands) > MOST_PART_OPERANDS:
             return []
@@ -232,7 +260,7 @@ class _LoopSearch:
             for key, lower in self.lowerers.items():
                 loop = partial(_loop_around, self.space, key=key, lower=lower)
                 for sizes, looped in _with_loops(self.space.contraction, candidate.tree, loop):
-                    last = math.inf
+                    larger: Candidate | None = None
                     for size in sizes:
                         if self.is_over():
                             return
@@ -241,11 +269,13 @@ class _LoopSearch:
                         if priced is None:
                             break
                         yield priced
-                        # Smaller slices are slower, and help no more if the peak is elsewhere.
-                        peak = priced.cost.peak_bytes
-                        if limits != NO_LIMITS and (keeps_within(priced.cost, limits) or peak >= last):
-                            break
-                        last = peak
+                        if limits != NO_LIMITS and larger is not None:
+                            # Smaller slices help no more if the peak is elsewhere, or if they are slower.
+                            slower = self.key(priced.cost) >= self.key(larger.cost)
+                            enough = keeps_within(priced.cost, limits) or self.is_beaten([priced], [larger])
+                            if priced.cost.peak_bytes >= larger.cost.peak_bytes or (slower and enough):
+                                break
+                        larger = priced
 
     def _price(self, axes: Axes, trees: Sequence[Tree]) -> list[Candidate]:
         """Return a loop with each tree, its steps lowered by each key."""
@@ -398,20 +428,7 @@ def _price_tree(space: SearchSpace, tree: Tree, lower: Lowerer) -> Candidate | N
         lower: what chooses the steps outside of loops.
     """
     programs = space.programs(tree, lower)
-    return Candidate(programs, tree, lower, False, "sliced") if _lie_as_expected(programs) else None
-
-
-def _lie_as_expected(programs: Programs) -> bool:
-    """Whether what loops read, and loops in them, lies in memory as their slices were planned for."""
-    for step in programs.steps:
-        if isinstance(step.op, Loop):
-            layouts = loop_layouts(step.op)
-            expected = layouts if step.op.first_operand else layouts[1:]
-            if step.op.layouts != (expected if any(expected) else ()):
-                return False
-            if not all(_lie_as_expected(body.programs) for body in step.op.bodies):
-                return False
-    return True
+    return Candidate(programs, tree, lower, False, "sliced") if lie_as_expected(programs) else None
 
 
 def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: TreePart | None = None) -> PlanRecord:
