@@ -182,13 +182,15 @@ def test_gradients_of_many_pairs_are_added_up_in_order():
         ("q[ac], q[ac], q[ac] ->", ((33,), (33,), (33,)), {"q": (6000, 33)}, None),  # a loop in the place of a family's
         ("ba -> z", ((2, 2),), {}, {"z": 600}),  # a sum that is repeated, in members of a family
         ("abc -> az", ((3, 2, 2),), {}, {"z": 17}),
+        ("dcr[], r[]cd, dc -> r[]d", ((33, 3, 5), (5, 1, 33), (33, 1)), {"r": ()}, None),  # broadcast dimensions
+        ("aq[]q[]c, q[]a -> aq[]", ((1, 1, 1, 3), (1, 600)), {"q": ()}, None),
     ],
 )
 def test_members_of_families_have_their_own_sizes_and_strides(spec, shapes, index_shapes, sizes, dtype, grad):
     random = np.random.default_rng(0)
     operands = [random.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
     tensors = [torch.from_numpy(x).requires_grad_(grad) for x in operands]
-    indices = {name: random.integers(0, 3, shape).astype(dtype) for name, shape in index_shapes.items()}
+    indices = {name: random.integers(0, 3 if shape else 1, shape).astype(dtype) for name, shape in index_shapes.items()}
     result = planner.contract(spec, *tensors, sizes=sizes, **{name: torch.from_numpy(q) for name, q in indices.items()})
     expected = reference(spec, *operands, sizes=sizes, **indices)
     assert np.array_equal(result.detach(), expected)
@@ -196,3 +198,22 @@ def test_members_of_families_have_their_own_sizes_and_strides(spec, shapes, inde
         gradients = torch.autograd.grad(result.sum(), tensors)
         wanted = reference_gradients(spec, np.ones_like(expected), *operands, sizes=sizes, **indices)
         assert all(np.array_equal(x, y) for x, y in zip(gradients, wanted, strict=True))
+
+
+def test_counters_see_members_with_broadcast_dimensions():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = integers(16, 1, grad=True), integers(16, 33)
+    with FlopCounterMode(display=False):
+        result = planner.contract("jb, jb -> bj", a, b)
+        (found,) = torch.autograd.grad(result, a, torch.ones(33, 16))
+    assert torch.equal(result, (a * b).T)
+    assert torch.equal(found, b.sum(1, keepdim=True))
+
+
+def test_an_axis_of_the_output_alone_under_autocast():
+    a, b, c = integers(1, 33, 17), integers(33, 1), torch.tensor(2.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = planner.contract("abc, ba, -> bz", a, b, c, sizes={"z": 3})
+    expected = (2 * a[0].sum(1, keepdim=True) * b).expand(33, 3)
+    assert torch.equal(result, expected.to(result.dtype))  # small integers

@@ -199,7 +199,7 @@ class Executable:
 
     def views(self, operands: Sequence[Tensor], member: Member | None = None) -> list[Tensor]:
         """Return the operands (of a member) without their broadcast dimensions; None for those that are None."""
-        if self.fits:
+        if self.fits and member is None:
             return list(operands)
         pairs = zip(operands, self.reshape if member is None else member.shapes, strict=True)
         return [x if shape is None or x is None else x.reshape(shape) for x, shape in pairs]

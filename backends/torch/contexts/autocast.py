@@ -117,7 +117,8 @@ def _path(terms: Sequence[Sequence[str]], output: Sequence[str], sizes: Mapping[
     if len(terms) > 2 and _opt_einsum.enabled and _opt_einsum.is_available():
         letters = {axis: _opt_einsum.get_opt_einsum().get_symbol(n) for n, axis in enumerate(sizes)}
         inputs = ",".join("".join(letters[axis] for axis in term) for term in terms)
-        equation = f"{inputs}->{''.join(letters[axis] for axis in dict.fromkeys(output))}"
+        known = {axis for term in terms for axis in term}  # opt_einsum knows no axis that no operand has
+        equation = f"{inputs}->{''.join(letters[axis] for axis in dict.fromkeys(output) if axis in known)}"
         shapes = [tuple(sizes[axis] for axis in term) for term in terms]
         path, _ = _opt_einsum.get_opt_einsum().contract_path(
             equation, *shapes, shapes=True, optimize=_opt_einsum.strategy
