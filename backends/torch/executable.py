@@ -96,12 +96,8 @@ class Executable:
     @cached_property
     def _shared(self) -> dict[str, Any]:
         """The attributes that it shares with executables of other sizes. What is made of the plan is made once."""
-        for name in (
-            "run_forward",
-            *(["run_backward"] if self.programs.backward else []),
-            "only_stock",
-            "reads_unread",
-        ):
+        backward = ["run_backward"] if self.programs.backward else []
+        for name in ("run_forward", *backward, "only_stock", "reads_unread"):
             getattr(self, name)
         return {name: value for name, value in self.__dict__.items() if name not in ("spec", "_no_indices")}
 
@@ -109,8 +105,7 @@ class Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""
         own = object.__new__(Executable)
         own.__dict__.update(self._shared)
-        own.suited = {}
-        own.sizes, own.reshape, own.index_shapes = member
+        own.suited, (own.sizes, own.reshape, own.index_shapes) = {}, member
         own.fits = all([shape is None for shape in own.reshape])
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
         if self.hidden:
@@ -203,6 +198,11 @@ class Executable:
             return list(operands)
         pairs = zip(operands, self.reshape if member is None else member.shapes, strict=True)
         return [x if shape is None or x is None else x.reshape(shape) for x, shape in pairs]
+
+    def planned_views(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Return the operands with as many dimensions as the plan's. A family's may have no broadcast ones."""
+        given = zip(operands, self.views(operands), self.plan.operands, strict=True)
+        return [x if x is None or x.dim() == len(planned.shape) else view for x, view, planned in given]
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Return the index arrays without their broadcast dimensions, as derived specs take them."""

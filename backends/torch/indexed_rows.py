@@ -262,6 +262,13 @@ class IndexedCalls(NamedTuple):
     result: Callable[[Strided], Strided]
     keeps: bool
 
+    def lies_as_stock(self, op: Op) -> bool:
+        """Whether the result of an op lies in memory as that of the stock evaluation does."""
+        spec, (term,) = self.spec, self.spec.inputs
+        follows = len(term_gathers(term)) > 1 and op.layouts and op.layouts[0]  # `x[q, r]` follows the strides of `x`
+        x, arrays = _row_major(spec.shape(term)), {g: _row_major(spec.shape(g.axes)) for g in spec.gathers}
+        return not follows and self.result(x).strides == evaluation(STRIDE_OPS, spec)([x], arrays, False).strides
+
     def flat_if_many(self, checks: bool = False) -> Callable[[Tensor, Mapping[Any, Tensor]], Tensor]:
         """Return the function that computes the step, by one flat index if that is faster.
 
@@ -356,11 +363,8 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     arranged: Term = tuple(term[d] for d in order)
     back = [order.index(d) for d in range(len(term))]
     moves, shape = order != back or order != sorted(order), spec.shape(rows)
-    views, standin_views = (
-        [viewing(permute, [g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows])
-         for g in gathers]
-        for permute in (OPS.permute, STRIDE_OPS.permute)
-    )  # fmt: skip
+    orders = [([g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows]) for g in gathers]
+    views, standin_views = ([viewing(ops.permute, *order) for order in orders] for ops in (OPS, STRIDE_OPS))
 
     def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
         return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
@@ -389,13 +393,17 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
         x = STRIDE_OPS.permute(x, order)
         if not others:
             return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
-        arrays = [Strided(shape, row_major(shape)) for shape in (spec.shape(gather.axes) for gather in gathers)]
+        arrays = [_row_major(spec.shape(gather.axes)) for gather in gathers]
         return STRIDE_OPS.take_by(x, [view(array) for view, array in zip(standin_views, arrays, strict=True)])
 
     def added(x: Strided) -> Strided:
         return STRIDE_OPS.permute(_written(x, spec.shape(arranged)), back)
 
     return _Rows((*rows, *plain_axes(term)), take, add, taken, added)
+
+
+def _row_major(shape: tuple[int, ...]) -> Strided:
+    return Strided(shape, row_major(shape))
 
 
 def _written(x: Strided, shape: tuple[int, ...]) -> Strided:

@@ -197,7 +197,7 @@ def _indexed(row: Implementation) -> Implementation:
 
     def prepare(op: Op) -> Run:
         run, calls = row.prepared(op), indexed_calls(op)
-        if calls is None:
+        if calls is None or not calls.lies_as_stock(op):
             return run
         step = calls.flat_if_many()
 

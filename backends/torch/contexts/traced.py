@@ -105,14 +105,8 @@ def run_forward(
     if not opaque(executable, operands[0]):
         return executable.forward(operands, executable.prepare(indices))
     plan, names, arrays, sizes = operator_arguments(executable, indices)
-    result, *kept = forward_operator(plan, names, arrays, _as_planned(executable, operands), sizes)
+    result, *kept = forward_operator(plan, names, arrays, executable.planned_views(operands), sizes)
     return result, tuple(kept)
-
-
-def _as_planned(executable: Executable, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the operands with as many dimensions as the plan's: that of a family may be without broadcast ones."""
-    given = zip(operands, executable.views(operands), executable.plan.operands, strict=True)
-    return [x if x is None or x.dim() == len(planned.shape) else view for x, view, planned in given]
 
 
 def run_backward(
@@ -131,10 +125,9 @@ def run_backward(
             index.update({gather: index[gather] + nothing for gather in executable.gathers})
         return executable.backward(gradient, operands, index, kept)
     plan, names, arrays, sizes = operator_arguments(executable, indices)
-    planned = _as_planned(executable, operands)
-    gradients = iter(backward_operator(plan, names, arrays, gradient, planned, list(kept), sizes))
-    pairs = zip(executable.programs.gradients, operands, strict=True)
-    return [None if v is None else next(gradients).reshape(x.shape) for v, x in pairs]
+    given, wanted = executable.planned_views(operands), executable.programs.gradients
+    gradients = iter(backward_operator(plan, names, arrays, gradient, given, list(kept), sizes))
+    return [None if v is None else next(gradients).reshape(x.shape) for v, x in zip(wanted, operands, strict=True)]
 
 
 def wide_result(
