@@ -29,7 +29,8 @@ __all__ = ["find_bound", "make_plan", "naive_plan"]
 
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 _SLACK_BYTES = 2**16
-# Plans of at most so many operands that take so many times what the search thought are searched for again.
+# Plans of at most so many operands are searched for again, if they take so many times what the search thought, or more
+# memory than einsum.
 _MOST_SEARCHED_AGAIN, _MUCH = 5, 1.1
 
 
@@ -85,6 +86,8 @@ def _as_lean_as_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     contraction, options = plan.contraction, plan.options
     limits = Limits(options.memory_limit, options.retain_limit)
     if options.minimize != "time" or options.optimize not in SEARCHES or contraction.symbols or limits != NO_LIMITS:
+        return plan
+    if len(contraction.operands) > _MOST_SEARCHED_AGAIN:  # a search under limits can take seconds
         return plan
     trains = plan.programs.backward is not None
     if (plan.cost.retained_bytes if trains else plan.cost.peak_bytes) <= _SLACK_BYTES:
