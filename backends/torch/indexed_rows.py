@@ -312,13 +312,10 @@ def indexed_calls(op: Op) -> IndexedCalls | None:
         taken = STRIDE_OPS.permute(reads.taken(x), order)
         return writes.added(taken)
 
-    if add is None:
-        assert take is not None
-        run = take if order == sorted(order) else lambda x, index: arrange(take(x, index))
-    elif take is None:
-        run = add if order == sorted(order) else lambda x, index: add(arrange(x), index)
-    else:
-        run = lambda x, index: add(arrange(take(x, index)), index)  # noqa: E731
+    def run(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        taken: Tensor = arrange(x if take is None else take(x, index))
+        return taken if add is None else add(taken, index)
+
     return IndexedCalls(spec, run, result, reads.keeps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -87,8 +88,8 @@ def _as_lean_as_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     limits = Limits(options.memory_limit, options.retain_limit)
     if options.minimize != "time" or options.optimize not in SEARCHES or contraction.symbols or limits != NO_LIMITS:
         return plan
-    if len(contraction.operands) > _MOST_SEARCHED_AGAIN:  # a search under limits can take seconds
-        return plan
+    if plan.origin.startswith("interrupted") or len(contraction.operands) > _MOST_SEARCHED_AGAIN:
+        return plan  # a search under limits can take seconds
     trains = plan.programs.backward is not None
     if (plan.cost.retained_bytes if trains else plan.cost.peak_bytes) <= _SLACK_BYTES:
         return plan
@@ -98,11 +99,12 @@ def _as_lean_as_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     if keeps_within(plan.cost, limits):
         return plan
     limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
-    try:
-        lean = make_plan(dataclasses.replace(contraction, options=limited), loops=loops)
-    except PlannerLimitError:
-        lean = naive
-    lean = min(lean, naive, key=lambda each: plan_key("time")(each.cost))
+    found = [] if trains else [naive]  # with gradients it is priced with copies that only torch's autograd keeps
+    with contextlib.suppress(PlannerLimitError):
+        found.append(make_plan(dataclasses.replace(contraction, options=limited), loops=loops))
+    if not found:
+        return plan
+    lean = min(found, key=lambda each: plan_key("time")(each.cost))
     return PlanRecord.of_contraction(
         contraction,
         tree=lean.tree,
