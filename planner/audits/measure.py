@@ -22,6 +22,7 @@ from planner.inspect.memory import (
     torch_cuda_memory,
     torch_memory,
 )
+from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.tune.timing import timed
@@ -123,7 +124,7 @@ def _jax_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, An
     # What a jaxpr computes is all there is, its gradients too: nothing is kept.
     run, counted = jax_compiled(call, values)
     if counted.peak_bytes is None:
-        raise NotImplementedError("this platform does not say what it allocates")
+        raise PlannerError("this platform does not say what it allocates")  # the audit shows what is predicted
     peak = counted.peak_bytes
     return _Trial(lambda: jax.block_until_ready(run(values)), lambda: (peak, 0))  # type: ignore[no-untyped-call]
 

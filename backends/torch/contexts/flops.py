@@ -85,8 +85,9 @@ def count_native(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tenso
 def _counters() -> Iterable[Any]:
     """Return the counters that are at work."""
     module = sys.modules.get("torch.utils.flop_counter")
-    modes = [] if module is None else _get_current_dispatch_mode_stack()
-    return [mode.counter for mode in modes if isinstance(mode, module._FlopCounterMode)]  # type: ignore[union-attr]
+    if module is None:
+        return []
+    return [mode.counter for mode in _get_current_dispatch_mode_stack() if isinstance(mode, module._FlopCounterMode)]
 
 
 def _add_to_counters(flops: int) -> None:
