@@ -174,6 +174,11 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     return run(operands, indices)
 
 
+def run_met(spec: Any, signature: Any) -> RunPlan | None:
+    """Return the function that runs a call of `contract` without options, if such a call was met before."""
+    return _RUNNERS.get(((spec, *(contract.__kwdefaults__ or {}).values()), signature))
+
+
 def forget_calls() -> None:
     """Forget the functions that run calls met before."""
     _RUNNERS.clear()

@@ -183,12 +183,45 @@ def test_a_patch_within_a_routed_call():
     assert report.routed == 1
 
 
-def test_what_is_no_tensor_is_passed_on(torch):
+def test_what_overrides_functions_sees_a_call_of_torch_first(torch):
+    """fx records `torch.einsum`. A mode, entered before the patch or within it, sees it, and its own call is routed."""
+    names = []
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **(kwargs or {}))
+
     with planner.patch("torch") as report:
-        graph = torch.fx.symbolic_trace(lambda x: torch.einsum("ij->ji", x)).graph
-    assert "einsum" in str(graph)
+        traced = torch.fx.symbolic_trace(lambda x: torch.einsum("ij->ji", x))
+    assert "einsum" in str(traced.graph)
+    assert (report.routed, report.passed_on.total()) == (0, 0)
+    with planner.patch("torch") as report, Names():
+        within = traced(torch.tensor(A))
+    with Names(), planner.patch("torch") as other:
+        outside = traced(torch.tensor(A))
+    assert torch.equal(within, outside)
+    assert torch.equal(within, torch.tensor(A.T.copy()))
+    assert (report.routed, other.routed) == (1, 1)
+    assert names == [torch.functional.einsum] * 2
+
+
+def test_calls_of_other_functions_of_torch_are_left_alone(torch):
+    with planner.patch("torch"):
+        assert not torch.overrides.has_torch_function((torch.tensor(A),))
+
+
+def test_what_a_compiler_traced_within_a_patch_stays_routed(torch):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.einsum("ij,kj->ik", x, x), fullgraph=True, backend="aot_eager")
+    with planner.patch("torch") as report:
+        compiled(torch.tensor(A))
+    traced = report.routed
+    assert traced > 0
+    assert torch.equal(compiled(torch.tensor(A)), torch.tensor(A @ A.T))
+    with planner.patch("torch") as report:
+        compiled(torch.tensor(A))
     assert report.routed == 0
-    assert report.passed_on.total() == 1
 
 
 def test_unknown_frameworks_are_refused():

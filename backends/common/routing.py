@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -25,9 +26,9 @@ class Routing:
     own. The first route that is entered replaces it, and the last one puts it back.
     """
 
-    def __init__(self, name: str, find: Callable[[], Any]) -> None:
-        """`find` returns the function."""
-        self.name, self.find = name, find
+    def __init__(self, name: str, find: Callable[[], Any], overridden: Callable[..., bool] | None = None) -> None:
+        """`find` returns the function, `overridden` says whether others are to see a call first."""
+        self.name, self.find, self.overridden = name, find, overridden
         self.lock, self.entered = threading.Lock(), 0
         self.mine = threading.local()
         self.function: Any = None
@@ -65,7 +66,7 @@ class Routing:
     def call(self, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
         """Run a call of the function; the library's own are not routed, whenever XLA makes them."""
         routes = getattr(self.mine, "routes", None)
-        if not routes or caller.startswith(_OWN):
+        if not routes or caller.startswith(_OWN) or (self.overridden and self.overridden(arguments)):
             return self.original(*arguments, **options)
         self.mine.routes = []  # what a route calls is not routed again
         try:
@@ -79,13 +80,12 @@ _NAME = "name of a framework"
 
 def _replaced(*arguments: Any, **options: Any) -> Any:
     """The code of a routed function. It runs among the globals of that function, and with a name in its constants."""
-    from sys import _getframe
-
     from planner.backends.common.routing import route_call
 
-    return route_call("name of a framework", arguments, options, _getframe(1).f_globals.get("__name__", ""))
+    return route_call("name of a framework", arguments, options)
 
 
-def route_call(name: str, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
+def route_call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run a call of a routed function."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
     return _ROUTINGS[name].call(arguments, options, caller)

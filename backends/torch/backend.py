@@ -32,7 +32,7 @@ from planner.backends.torch.contexts.modes import (
     unscripted,
     unwatched,
 )
-from planner.backends.torch.contexts.routing import RoutingMode
+from planner.backends.torch.contexts.routing import EINSUM, RoutingMode
 from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
@@ -202,8 +202,8 @@ class TorchBackend(Backend):
         return once
 
     def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
-        """Return a mode that sees every call of `torch.einsum`, or of all of torch's functions."""
-        return RoutingMode(route, every)
+        """Route every call of `torch.einsum`, or of all of torch's functions."""
+        return RoutingMode(route) if every else EINSUM(route)
 
     def unwatched(self) -> AbstractContextManager[object]:
         """Hide what runs inside from modes and from hooks on saved tensors."""

@@ -85,6 +85,8 @@ def read_arguments(arguments: Sequence[Any]) -> tuple[str | Spec, Sequence[Any]]
 
 def _framework_of(operands: Sequence[Any]) -> str:
     """Return whose einsum would take these operands."""
+    if operands and framework_of(operands[0]) == "torch":
+        return "torch"
     kinds = [framework_of(x) for x in operands]
     if "torch" in kinds or any(hasattr(type(x), "__torch_function__") for x in operands):
         return "torch"

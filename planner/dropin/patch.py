@@ -57,14 +57,15 @@ def patch(*frameworks: str) -> Iterator[Patched]:
         >>> total, report.routed
         (np.float64(6.0), 1)
 
-    In torch a `TorchFunctionMode` sees every call. In NumPy and JAX the code of the function itself is replaced.
-    Only calls of the thread that entered the `with` are routed. Calls that planner refuses run on the framework's own
-    einsum; `report.passed_on` counts them by reason. A refused call with brackets raises planner's error, since no
-    other einsum reads brackets. Patches may be nested; the innermost one routes.
+    The code of the framework's function itself is replaced, so calls of other functions cost nothing. Modes and objects
+    that override torch's functions see a call first. Only calls of the thread that entered the `with` are routed. Calls
+    that planner refuses run on the framework's own einsum; `report.passed_on` counts them by reason. A refused call
+    with brackets raises planner's error, since no other einsum reads brackets. Patches may be nested; the innermost
+    routes.
 
     A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
-    traced within stays routed; its calls count when they are traced. TorchScript has operators of its own, which are
-    not seen.
+    traced within stays routed; its calls count each time that a compiler traces them. TorchScript has operators of its own,
+    which are not seen.
 
     Args:
         *frameworks: "torch", "jax", "numpy"; by default those that are imported.

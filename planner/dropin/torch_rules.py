@@ -16,14 +16,16 @@ from typing import Any
 
 from opt_einsum import contract_path
 
-from planner.api import contract, plan
+from planner.api import contract, plan, run_met
 from planner.cost.layout import view_strides
+from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.dtypes import dtype_name, itemsize
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 from planner.language.spec import Operand, Spec
-from planner.program.frameworks import framework_of
-from planner.run import torch_traces
+from planner.program.frameworks import framework_of, load_backend
+from planner.program.implementations import RunPlan
+from planner.run import torch_compiles, torch_traces
 
 __all__ = ["has_private_sum", "search_of", "torch_einsum"]
 
@@ -49,8 +51,32 @@ def search_of(optimize: Any) -> Any:
     return optimize
 
 
+# The functions that run calls in which `contract` does all that `torch.einsum` does, by spec, signature and whether
+# operands are parts of larger arrays.
+_ALIKE: dict[Any, RunPlan] = {}
+_MOST_ALIKE = 1024
+BACKEND_CACHES.append(_ALIKE)
+
+
 def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """Contract as `torch.einsum` does; in a traced function, and with options of `contract`, a plan alone decides."""
+    key = run = None
+    if not (options or torch_compiles()):
+        with contextlib.suppress(AttributeError, TypeError):  # something is no tensor, or sizes are symbols
+            parts = tuple([x._base is not None and _is_part(x) for x in operands])
+            key = spec, load_backend("torch").signature(operands, {}), parts
+            run = _ALIKE.get(key)
+    if run is not None:
+        return run(operands, {})
+    result, unchanged = _planned(spec, operands, options)
+    if unchanged and key is not None and key[1] is not None and (run := run_met(*key[:2])) is not None:
+        enter(_ALIKE, key, run, _MOST_ALIKE)
+    return result
+
+
+def _planned(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> tuple[Any, bool]:
+    """Return the result of a call, and whether `contract` made it from the call as it is."""
+    asked, given = spec, operands
     if "optimize" in options:
         options = {**options, "optimize": search_of(options["optimize"])}
     bare = not options and len(operands) > 1 and not torch_traces()
@@ -59,23 +85,24 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
             values = list(operands)
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
-            return values[0]
+            return values[0], False
         if has_private_sum(spec):
             spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
             operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
         if len(operands) == 2:
             if operands[0].dtype != operands[1].dtype and not _is_summed(spec, *(tuple(x.shape) for x in operands)):
                 # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
-                return sys.modules["torch"].einsum(spec, *operands)
+                return sys.modules["torch"].einsum(spec, *operands), False
             operands = [_freed(spec, operands, n) for n in range(2)]
     elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
         options = {**options, "dtype": "int64"}
     result = contract(spec, *operands, **options)
     if framework_of(result) != "torch":  # fx records the call
-        return result
+        return result, False
     if len(operands) > 1 and not result.is_contiguous() and _is_row_major(spec):
-        return result.contiguous()
-    return result
+        return result.contiguous(), False
+    unchanged = spec is asked and not options and all(x is y for x, y in zip(operands, given, strict=True))
+    return result, unchanged
 
 
 def _is_whole(x: Any) -> bool:

@@ -521,9 +521,8 @@ HEAD = """Small models of packages from the package index are trained for a step
 (float32, up to rounding), and if autograd keeps no more bytes than without us. The table is written by
 `make packages PACKAGES="--times 3 --write"`.
 
-The models are small: a warm step takes some milliseconds, on one thread. The time within a patch includes what a
-`TorchFunctionMode` costs, about a microsecond for each call of any function of torch, and entering the patch at each
-step.
+The models are small: a warm step takes some milliseconds, on one thread. The time includes entering the patch at each
+step, which takes 5 us.
 
 Measured {date} on 2 shared cores, with {versions}.
 

@@ -1,4 +1,7 @@
-"""A mode in which calls of `torch.einsum`, or of all functions, run on something else."""
+"""Runs calls of `torch.einsum`, or of all functions of torch, on something else.
+
+The code of `torch.einsum` itself is replaced: a mode would take a microsecond for each call of any function.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function
 
-__all__ = ["RoutingMode"]
+from planner.backends.common.routing import Routing
+
+__all__ = ["EINSUM", "RoutingMode"]
+
+# Modes and objects that override functions see a call first, as they see one of torch's own einsum.
+EINSUM = Routing("torch", lambda: torch.functional.einsum, has_torch_function)
 
 
 class RoutingMode(TorchFunctionMode):
-    """Routes every call of `torch.einsum`, or of `every` function, in this thread, whatever name it was called by.
+    """Routes every call of any function of torch in this thread.
 
     torch leaves the mode while it handles a call, so what a route calls is not routed again.
     """
 
-    def __init__(self, route: Callable[..., Any], every: bool) -> None:
+    def __init__(self, route: Callable[..., Any]) -> None:
         super().__init__()
-        self.route, self.every = route, every
+        self.route = route
 
     def __torch_function__(
         self,
@@ -29,8 +37,6 @@ class RoutingMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Handle a call of any function of torch."""
-        if self.every and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        if self.every or func is torch.functional.einsum:
-            return self.route(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return self.route(func, args, kwargs or {})
