@@ -246,6 +246,9 @@ def test_values_and_gradients(engine, sample):
     pinned = [
         Problem("a, , q[a] aa -> ", ((2,), (), (2, 2, 2)), indices={"q": np.array([0, 0])}),
         Problem("a, a, ab -> q[b] aab", ((2,), (2,), (2, 2)), {"q": 2}, {"q": np.array([0, 0])}),
+        # The result is the diagonal alone, though the term is the operand's.
+        Problem("aa -> aa", ((3, 3),)),
+        Problem("aba -> aba", ((2, 3, 2),)),
     ]
     hold(engine, everywhere, exact_problems(**options), count, pinned=pinned, nonzero=0.3, gradient=0.8, **shares)
 
@@ -414,6 +417,7 @@ def test_an_index_out_of_range_reads_nan(engine, sample):
         "q[a] a, abc, abc -> a": (((2, 2), (2, 0, 2), (2, 0, 2)), [0, 2]),
         "q[b] a, a, abc -> ": (((2, 2), (2,), (2, 2, 2)), [0, 2]),
         "q[n] j, q[n]q[n], nj -> q[n] j": (((3, 2), (5, 4), (4, 2)), [0, -1, 4, -4]),
+        "q[bb] a, a, ab -> bb": (((2, 3), (3,), (3, 2)), [[0, 0], [2, 0]]),
     }
     pinned = [
         Problem(spec, shapes, {"q": 3} if "j" in spec else None, {"q": np.array(q)}, "nan")

@@ -117,7 +117,7 @@ class NetworkSteps:
         if unchanged is None:
             network, term = self.network, self.network.leaves[operand]
             if self.one_step:
-                unchanged = term == network.result
+                unchanged = term == network.result and len(set(term)) == len(term)  # "bb -> bb" keeps the diagonal
             else:
                 axes = network.value_axes(Value(1 << operand, network.open))
                 unchanged = len(set(term)) == len(term) and network.mask(term) == axes
