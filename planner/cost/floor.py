@@ -24,7 +24,7 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["NUMBERS", "Launches", "gathered_floor", "product_floor", "unary_floor", "view_launches"]
+__all__ = ["NUMBERS", "Launches", "gathered_floor", "product_floor", "unary_floor", "value_floor", "view_launches"]
 
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
@@ -185,6 +185,24 @@ def unary_floor(
     forward, back = _row_seconds(device, rows)
     each = (1 + launches) * device.launch_seconds + _least_moving_seconds(xp, device, moved)
     return _picoseconds(xp, steps * each + forward + wanted * back)
+
+
+def value_floor(objective: str, device: Device, dtype: str, elements: Array, wanted: Array, steps: int) -> Array:
+    """Return the least score of a tree of products without gathers that computes a value, and reads it again.
+
+    Args:
+        objective: as for products, and so are the device and the dtype.
+        elements: the number of elements of each value.
+        wanted: whether its gradient is needed: then that is computed and read too.
+        steps: how many steps the tree has at least.
+    """
+    if objective == "flops":
+        return _count(np, 2 * elements)
+    moved = itemsize(dtype) * elements
+    if objective == "bytes":
+        return _count(np, 2 * moved)
+    seconds = 2 * _least_moving_seconds(np, device, moved) + _fresh_seconds(np, device, moved)
+    return _picoseconds(np, (1 + wanted) * seconds + steps * (device.launch_seconds - 1e-12))
 
 
 def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -144,16 +144,25 @@ class LazySearch:
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
-        listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds, self.stop.deadline)
+        reads, priced = [edge.key for edge in leaves], dict[tuple[int, int], Edge]()
+        limit = None if self.wanted is None else float(self.wanted)
+        while True:
+            listing = VectorListing(self.network, reads, self.bounds, self.stop.deadline, limit)
+            if self.wanted is not None and listing.least >= self.wanted:
+                bound = pack((self.wanted, 0, 0, 0))
+                return [], bound, bound
+            tree = []
+            for union, left in listing.best_splits():
+                if (union, left) not in priced:
+                    edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
+                    self._price_edge(edge)
+                tree.append(priced[union, left])
+            edges = [*leaves, *tree]
+            key = sum(edge.key for edge in edges)
+            if first_of(key) <= listing.limit or self.wanted is not None:
+                break
+            limit = float(first_of(key))
         bound = pack((int(listing.least), 0, 0, 0))
-        if self.wanted is not None and listing.least >= self.wanted:
-            return [], bound, bound
-        priced: dict[tuple[int, int], Edge] = {}
-        for union, left in listing.best_splits():
-            edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
-            self._price_edge(edge)
-        edges = [*leaves, *priced.values()]
-        key = sum(edge.key for edge in edges)
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
         if self._ends(key, bound, left_over - len(priced)):

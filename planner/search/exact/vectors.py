@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from planner.cost.floor import product_floor
+from planner.cost.floor import product_floor, value_floor
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
@@ -19,6 +19,12 @@ __all__ = ["ValueSizes", "VectorListing", "split_blocks"]
 
 # How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
 BLOCK, KEPT_OPERANDS = 1 << 15, 14
+# A search lists the steps of trees that cost at most so many times what a greedy tree costs by bounds. It lists more if
+# the best tree turns out to cost more.
+LIMIT_TIMES = 2
+
+# Steps: the set that each computes, its two parts, and a lower bound. The steps of a set are neighbours.
+_Block = tuple[Any, Any, Any, Any]
 
 
 @lru_cache(maxsize=64)
@@ -31,16 +37,19 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def split_blocks(operands: int, reverse: bool = False) -> Iterator[tuple[Any, Any, Any]]:
+def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iterator[tuple[Any, Any, Any]]:
     """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
 
     Args:
         operands: how many operands there are.
         reverse: whether to begin with large sets rather than with small ones.
+        good: for each set whether to yield splits with it; None for all. Then what is yielded has no rows for sets.
     """
     order = -1 if reverse else 1
     masks = np.arange(1, 1 << operands, dtype=np.int64)
     counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    if good is not None:
+        masks, counts = masks[good[1:]], counts[good[1:]]
     for count in range(2, operands + 1)[::order]:
         patterns = _patterns(count)
         sets = masks[counts == count]
@@ -50,7 +59,13 @@ def split_blocks(operands: int, reverse: bool = False) -> Iterator[tuple[Any, An
             places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
             members = np.int64(1) << places
             left = members[:, :1] + members[:, 1:] @ patterns.T
-            yield union, left, union[:, None] - left
+            right = union[:, None] - left
+            if good is None:
+                yield union, left, right
+                continue
+            rows, columns = np.nonzero(good[left] & good[right])
+            if len(rows):
+                yield union[rows], left[rows, columns], right[rows, columns]
 
 
 class ValueSizes:
@@ -88,39 +103,63 @@ class ValueSizes:
 class VectorListing:
     """The steps of all trees over a network without gathers, bounded by numpy.
 
+    Most sets of operands have values so large that no good tree computes them. Steps with such a value are left out.
+
     Args:
         network: the network; its sizes are not 0.
         leaves: what reading each operand adds to the score.
         bounds: what lower bounds depend on. They hold.
         deadline: the time of `time.monotonic` at which to end, or None.
+        limit: steps may be left out that are only in trees of a higher score. If it is None, it is a multiple of what a
+            greedy tree has by bounds.
 
     Raises:
         SearchEnded: the deadline was over before the best tree by bounds was found.
 
     Attributes:
-        least: the least score of any tree by these bounds.
+        limit: likewise.
+        least: the least score of any tree by these bounds; more than the limit if no tree is known to be within it.
     """
 
-    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        leaves: Sequence[int],
+        bounds: Bounds,
+        deadline: float | None = None,
+        limit: float | None = None,
+    ) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(leaves)
         everything = network.everything
         self._values = ValueSizes(network, len(leaves))
         self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
+        self._leaves = np.array([first_of(key) for key in leaves], dtype=float)
+        self._least_of_sets = self._bound_sets()
+        self._survivors: list[_Block] = []
+        self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
+        while not self._list(deadline) and limit is None:
+            self.limit *= LIMIT_TIMES
+
+    def _list(self, deadline: float | None) -> bool:
+        """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
+        everything = self.network.everything
         self._inside = np.full(everything + 1, np.inf)
         self._left = np.zeros(everything + 1, dtype=np.int64)
-        for operand, key in enumerate(leaves):
-            self._inside[1 << operand] = first_of(key)
-        self._kept: list[Any] = []
-        for union, left, right, floors in self._bounded_blocks():
+        self._inside[1 << np.arange(self.operands)] = self._leaves
+        self._kept: list[_Block] = []
+        for block in self._bounded_blocks():
             if deadline is not None and time.monotonic() > deadline:
                 raise SearchEnded
+            union, left, right, floors = block
             total = self._inside[left] + self._inside[right] + floors
-            best = np.argmin(total, axis=1)
-            places = np.arange(len(union))
-            self._inside[union] = total[places, best]
-            self._left[union] = left[places, best]
+            starts = np.flatnonzero(np.diff(union, prepend=-1))
+            least = np.minimum.reduceat(total, starts)
+            self._inside[union[starts]] = least
+            # Of equally good splits the first is taken.
+            best = np.flatnonzero(total == np.repeat(least, np.diff(starts, append=len(union))))[::-1]
+            self._left[union[best]] = left[best]
         self.least = float(self._inside[everything])
-        self._survivors: list[Any] = []
+        return self.least <= self.limit
 
     def best_splits(self) -> list[tuple[int, int]]:
         """Return the best tree by bounds: each set of operands and its first part, small sets first."""
@@ -137,60 +176,95 @@ class VectorListing:
         """Drop the steps that are in no tree with this score or a lower one.
 
         Args:
-            limit: the score.
+            limit: the score; no more than that of the listing.
             most: how many steps to leave at most; None for all. Those in the best trees are left.
 
         Returns:
             How many steps are left, and the score from which on steps of trees are missing; None if none are.
         """
-        everything = self.network.everything
-        outside = np.full(everything + 1, np.inf)
-        outside[everything] = 0.0
         highest = limit * (1 + 1e-9) + 1
-        left_over: list[tuple[Any, Any, Any, Any]] = []
-        for union, left, right, floors in self._bounded_blocks(reverse=True):
-            reached = np.nonzero(outside[union] + self._inside[union] <= highest)[0]
-            if not len(reached):
-                continue
-            union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
-            above = outside[union][:, None] + floors
-            total = above + self._inside[left] + self._inside[right]
-            rows, columns = np.nonzero(total <= highest)
-            a, b = left[rows, columns], right[rows, columns]
-            above = above[rows, columns]
-            np.minimum.at(outside, a, above + self._inside[b])
-            np.minimum.at(outside, b, above + self._inside[a])
-            left_over.append((union[rows], a, b, total[rows, columns]))
-        totals = np.concatenate([block[3] for block in left_over])
+        left_over, totals = self._within(self._bounded_blocks(reverse=True), highest, self._inside)
         cut = None
         if most is not None and len(totals) > most:
             highest = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
             cut = int(highest)
-        self._survivors = [tuple(part[total <= highest] for part in rest) for *rest, total in left_over]
-        return sum([len(union) for union, _, _ in self._survivors]), cut
+            ends = np.cumsum([len(block[0]) for block in left_over])[:-1]
+            within = [total <= highest for total in np.split(totals, ends)]
+            left_over = [
+                (union[some], left[some], right[some], floors[some])
+                for (union, left, right, floors), some in zip(left_over, within, strict=True)
+            ]
+        self._survivors = left_over
+        return sum([len(block[0]) for block in left_over]), cut
+
+    def _within(self, blocks: Iterable[_Block], highest: float, inside: Any) -> tuple[list[_Block], Any]:
+        """Return the steps of trees with a score of at most `highest`, and the least score of a tree with each.
+
+        Args:
+            blocks: steps, those into large sets first.
+            highest: the score.
+            inside: the least score of a tree of each set.
+        """
+        outside = np.full(len(inside), np.inf)
+        outside[self.network.everything] = 0.0
+        left_over: list[_Block] = []
+        totals: list[Any] = [np.zeros(0)]
+        for union, left, right, floors in blocks:
+            above = outside[union] + floors
+            total = above + inside[left] + inside[right]
+            some = np.flatnonzero(total <= highest)
+            if len(some):
+                union, a, b, above = union[some], left[some], right[some], above[some]
+                np.minimum.at(outside, a, above + inside[b])
+                np.minimum.at(outside, b, above + inside[a])
+                left_over.append((union, a, b, floors[some]))
+                totals.append(total[some])
+        return left_over, np.concatenate(totals)
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right in reversed(self._survivors):
+        for union, left, right, _ in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
             edges = [Edge(result, (a, b), 0) for result, a, b in columns]
             # Of few steps more is found out.
             set_keys(edges, [self._floors(name, union, left, right, True) for name in self.bounds.objectives])
             yield from edges
 
-    def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _greedy_score(self) -> float:
+        """Return the score, by bounds, of a tree that multiplies the two values next whose product adds least."""
+        elements, parts, score = self._values.elements, 1 << np.arange(self.operands), float(self._leaves.sum())
+        steps = []
+        while len(parts) > 1:
+            first, second = np.triu_indices(len(parts), 1)
+            a, b = parts[first], parts[second]
+            best = np.argmin(elements[a | b] - elements[a] - elements[b])
+            steps.append((a[best], b[best]))
+            parts = np.append(np.delete(parts, [first[best], second[best]]), a[best] | b[best])
+        left, right = np.array(steps).T
+        return score + float(self._floors(self.bounds.objective, left | right, left, right).sum())
+
+    def _bound_sets(self) -> Any:
+        """Return what any tree with the value of each set costs at least: the value is written, and read again."""
+        bounds, everything = self.bounds, self.network.everything
+        elements = np.where(np.arange(everything + 1) & np.arange(-1, everything), self._values.elements, 0.0)
+        elements[everything] = 0.0  # of operands and the result, which all trees have, nothing is said
+        steps = self.operands - 1 + bounds.gradient_operands.bit_count()
+        return value_floor(bounds.objective, bounds.device, bounds.dtype, elements, self._wanted, steps)
+
+    def _bounded_blocks(self, reverse: bool = False) -> Iterator[_Block]:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
+        good = self._least_of_sets <= self.limit * (1 + 1e-9) + 1
         blocks: list[tuple[Any, Any, Any]] = []
-        for block in split_blocks(self.operands, reverse):
+        for block in split_blocks(self.operands, reverse, good):
             blocks.append(block)
-            if sum([left.size for _, left, _ in blocks]) >= BLOCK:
+            if sum([len(union) for union, _, _ in blocks]) >= BLOCK:
                 yield from self._bound(blocks)
                 blocks = []
         yield from self._bound(blocks)
 
-    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[_Block]:
         """Yield blocks with the bounds of their splits. Bounding all of them at once takes less time if they are small.
 
         Args:
@@ -198,13 +272,10 @@ class VectorListing:
         """
         if not blocks:
             return
-        unions = [np.repeat(union, left.shape[1]) for union, left, _ in blocks]
-        lefts, rights = [left.ravel() for _, left, _ in blocks], [right.ravel() for _, _, right in blocks]
-        union, left, right = (np.concatenate(parts) for parts in (unions, lefts, rights))
-        floors = self._floors(self.bounds.objective, union, left, right)
-        ends = np.cumsum([len(part) for part in lefts])[:-1]
-        for (union, left, right), part in zip(blocks, np.split(floors, ends), strict=True):
-            bounded = (union, left, right, part.reshape(left.shape))
+        floors = self._floors(self.bounds.objective, *(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
+        ends = np.cumsum([len(union) for union, _, _ in blocks])[:-1]
+        for block, part in zip(blocks, np.split(floors, ends), strict=True):
+            bounded = (*block, part)
             if self.operands <= KEPT_OPERANDS:
                 self._kept.append(bounded)
             yield bounded
