@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.bench.planning import dense
 from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
 from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.cost.products import CLASSES
-from planner.bench.planning import dense
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Spec, replace_gathers
 from planner.program.build import Lowerer

@@ -162,9 +162,9 @@ class LazySearch:
             if first_of(key) <= listing.limit or self.wanted is not None:
                 break
             limit = float(first_of(key))
-        bound = pack((int(listing.least), 0, 0, 0))
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
+        bound = pack((int(listing.least), 0, 0, 0))
         if self._ends(key, bound, left_over - len(priced)):
             return edges, key, min(bound, key)
         listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]

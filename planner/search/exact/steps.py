@@ -179,6 +179,16 @@ class NetworkSteps:
             spec = network.step_spec(((value, network.leaves[operand]),), Value(value.operands, target))
             yield target, Einsum(spec, self.dtype).with_layouts([self._layout(operand)])
 
+    def orders(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Return for each operand the numbers of its axes in the order of memory, or None if that is not known."""
+        network, found = self.network, list[tuple[int, ...] | None]()
+        numbers = {axis: number for number, axis in enumerate(network.axes)}
+        for operand in range(len(network.leaves)):
+            value = Value(1 << operand, network.open)
+            term = self._order_of(value) or network.value_term(value)
+            found.append(None if self._layout_of(value) is not None else tuple(numbers[axis] for axis in term))
+        return tuple(found)
+
     def step(self, inputs: Sequence[Value], result: Value) -> Einsum:
         """Return the step from one or two values to another."""
         spec = self.network.step_spec(tuple((value, self._order_of(value)) for value in inputs), result)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from planner.cost.floor import product_floor, value_floor
+from planner.cost.floor import Order, product_floor, value_floor
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
+from planner.search.exact.orders import NETWORK, UNKNOWN
 from planner.search.exact.steps import SearchEnded
 
 __all__ = ["ValueSizes", "VectorListing", "split_blocks"]
@@ -142,24 +143,32 @@ class VectorListing:
 
     def _list(self, deadline: float | None) -> bool:
         """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
-        everything = self.network.everything
-        self._inside = np.full(everything + 1, np.inf)
-        self._left = np.zeros(everything + 1, dtype=np.int64)
-        self._inside[1 << np.arange(self.operands)] = self._leaves
         self._kept: list[_Block] = []
-        for block in self._bounded_blocks():
+        self._inside, self._left = self._best_trees(self._bounded_blocks(), deadline)
+        self.least = float(self._inside[self.network.everything])
+        return self.least <= self.limit
+
+    def _best_trees(self, blocks: Iterable[_Block], deadline: float | None = None) -> tuple[Any, Any]:
+        """Return the least score of a tree of each set, and the first part of the split at its root.
+
+        Args:
+            blocks: steps, those into small sets first.
+            deadline: as above.
+        """
+        inside = np.full(self.network.everything + 1, np.inf)
+        first = np.zeros(len(inside), dtype=np.int64)
+        inside[1 << np.arange(self.operands)] = self._leaves
+        for union, left, right, floors in blocks:
             if deadline is not None and time.monotonic() > deadline:
                 raise SearchEnded
-            union, left, right, floors = block
-            total = self._inside[left] + self._inside[right] + floors
+            total = inside[left] + inside[right] + floors
             starts = np.flatnonzero(np.diff(union, prepend=-1))
             least = np.minimum.reduceat(total, starts)
-            self._inside[union[starts]] = least
+            inside[union[starts]] = least
             # Of equally good splits the first is taken.
             best = np.flatnonzero(total == np.repeat(least, np.diff(starts, append=len(union))))[::-1]
-            self._left[union[best]] = left[best]
-        self.least = float(self._inside[everything])
-        return self.least <= self.limit
+            first[union[best]] = left[best]
+        return inside, first
 
     def best_splits(self) -> list[tuple[int, int]]:
         """Return the best tree by bounds: each set of operands and its first part, small sets first."""
@@ -182,20 +191,35 @@ class VectorListing:
         Returns:
             How many steps are left, and the score from which on steps of trees are missing; None if none are.
         """
-        highest = limit * (1 + 1e-9) + 1
+        highest = known = limit * (1 + 1e-9) + 1
         left_over, totals = self._within(self._bounded_blocks(reverse=True), highest, self._inside)
         cut = None
         if most is not None and len(totals) > most:
-            highest = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
-            cut = int(highest)
+            known = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
+            cut = int(known)
             ends = np.cumsum([len(block[0]) for block in left_over])[:-1]
-            within = [total <= highest for total in np.split(totals, ends)]
-            left_over = [
-                (union[some], left[some], right[some], floors[some])
-                for (union, left, right, floors), some in zip(left_over, within, strict=True)
-            ]
-        self._survivors = left_over
-        return sum([len(block[0]) for block in left_over]), cut
+            within = [total <= known for total in np.split(totals, ends)]
+            left_over = [_rows(block, some) for block, some in zip(left_over, within, strict=True)]
+        self._survivors = self._sharpen(left_over, highest, known)
+        return sum([len(block[0]) for block in self._survivors]), cut
+
+    def _sharpen(self, blocks: list[_Block], highest: float, known: float) -> list[_Block]:
+        """Return the steps of trees with a score of at most `highest`: of few steps more is found out.
+
+        Args:
+            blocks: steps, those into large sets first.
+            highest: the score.
+            known: the score up to which these are the steps of all trees.
+        """
+        if self.bounds.more is None or self.bounds.objective != "time" or not blocks:
+            return blocks
+        union, left, right, _ = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        floors = self._floors("time", union, left, right, True)
+        ends = np.cumsum([len(block[0]) for block in blocks])[:-1]
+        sharper = [(*block[:3], part) for block, part in zip(blocks, np.split(floors, ends), strict=True)]
+        inside, _ = self._best_trees(reversed(sharper))
+        self.least = max(self.least, min(float(inside[self.network.everything]), known))
+        return self._within(sharper, highest, inside)[0]
 
     def _within(self, blocks: Iterable[_Block], highest: float, inside: Any) -> tuple[list[_Block], Any]:
         """Return the steps of trees with a score of at most `highest`, and the least score of a tree with each.
@@ -223,11 +247,11 @@ class VectorListing:
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right, _ in reversed(self._survivors):
+        for union, left, right, floors in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
             edges = [Edge(result, (a, b), 0) for result, a, b in columns]
-            # Of few steps more is found out.
-            set_keys(edges, [self._floors(name, union, left, right, True) for name in self.bounds.objectives])
+            others = self.bounds.objectives[1:]
+            set_keys(edges, [floors, *(self._floors(name, union, left, right, True) for name in others)])
             yield from edges
 
     def _greedy_score(self) -> float:
@@ -272,7 +296,8 @@ class VectorListing:
         """
         if not blocks:
             return
-        floors = self._floors(self.bounds.objective, *(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
+        union, left, right = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        floors = self._floors(self.bounds.objective, union, left, right)
         ends = np.cumsum([len(union) for union, _, _ in blocks])[:-1]
         for block, part in zip(blocks, np.split(floors, ends), strict=True):
             bounded = (*block, part)
@@ -280,15 +305,31 @@ class VectorListing:
                 self._kept.append(bounded)
             yield bounded
 
+    def _orders_of(self, operands: Any, copies: bool) -> Order:
+        if copies and self.bounds.orders is not None:
+            return self.bounds.orders.of_sets(operands)
+        known = operands & (operands - 1) != 0
+        return UNKNOWN._replace(known=known, own=~known)
+
     def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
         bounds, values = self.bounds, self._values
         joint = values.size(values.axes[left] | values.axes[right])
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
         sets = (values.axes[left], values.axes[right], values.axes[union])
-        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
-        more = launches_of(bounds, sets, in_order, self.network.wide, np, copies)
+        if bounds.more is None:
+            more = (0.0, 0.0, 0.0)
+        else:
+            orders = (self._orders_of(left, copies), self._orders_of(right, copies), NETWORK)
+            gradients = bool(bounds.gradient_operands)
+            more = launches_of(bounds.more, sets, orders, self.network.wide, gradients, np, copies)
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
+
+
+def _rows(block: _Block, some: Any) -> _Block:
+    """Return some of the steps of a block."""
+    union, left, right, floors = block
+    return union[some], left[some], right[some], floors[some]
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:
