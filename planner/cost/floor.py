@@ -306,7 +306,8 @@ def view_launches(
     (batch_a, left_a, summed_a), (batch_b, summed_b, right_b), (batch_out, left_out, right_out) = placed
     # Axes of a group that both operands have, or an operand and the result, are in the order of the first of them.
     turned_b = turned_out = False
-    if copies:
+    looks = copies and (xp is np or any([order.descents for order in orders]))
+    if looks:
         turned_b = _differs((of_a, batch_a), (of_b, batch_b)) | _differs((of_a, summed_a), (of_b, summed_b))
         turned_out = _differs((of_a, batch_a), (of_out, batch_out)) | _differs((of_a, left_a), (of_out, left_out))
         turned_out = turned_out | _differs((of_b, right_b), (of_out, right_out))
@@ -330,9 +331,10 @@ def view_launches(
     if copies:
         wide_a, wide_b = (order.place(axes & wide) for order, axes in ((of_a, a), (of_b, b)))
         copied_a = of_a.known & _is_copied(wide_a, *(wide_a & group for group in placed[0]))
-        turned = _differs((of_a, batch_a & wide_a), (of_b, batch_b & wide_b))
-        turned = turned | _differs((of_a, summed_a & wide_a), (of_b, summed_b & wide_b))
-        copied_b = of_b.known & _is_copied(wide_b, *(wide_b & group for group in placed[1])) | turned
+        copied_b = of_b.known & _is_copied(wide_b, *(wide_b & group for group in placed[1]))
+        if looks:
+            copied_b = copied_b | _differs((of_a, batch_a & wide_a), (of_b, batch_b & wide_b))
+            copied_b = copied_b | _differs((of_a, summed_a & wide_a), (of_b, summed_b & wide_b))
         product = product + 1 * copied_a + copied_b
         lies_flat = (of_a.own | of_b.own | copied_a | copied_b) == 0
     # What would be copied may be multiplied in a batch and summed, or slice by slice.
@@ -346,7 +348,7 @@ def view_launches(
     product = xp.where((left & wide == 0) | (right & wide == 0), xp.minimum(product, by_element), product)
     # An elementwise product: an operand that lacks axes of the result, or has them in another order, is viewed.
     lacks = 1 * (a != out) + (b != out)
-    if copies:
+    if looks:
         for order, axes in ((of_a, a & out), (of_b, b & out)):
             lacks = lacks + 1 * order.turns(order.place(axes)) * (of_out.own == 0)
     multiplied = launches.view * lacks + launches.scattered * (lacks > 0)

@@ -227,11 +227,8 @@ class Table:
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
-        return tuple(
-            _price(row, op, device)
-            for row in self.rows.values()
-            if row.variant_of == lowering and row.refusal(op, device) is None
-        )
+        rows = [row for row in self.rows.values() if row.variant_of == lowering and row.refusal(op, device) is None]
+        return tuple(_price(row, op, device) for row in rows)
 
     def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
         """Whether the table has this implementation for an op, at this cost."""

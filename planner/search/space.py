@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
@@ -32,7 +32,6 @@ from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.listing import Bounds
 from planner.search.exact.network import Network
-from planner.search.exact.orders import Orders
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
@@ -284,12 +283,9 @@ class SearchSpace:
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
         more = self.table.more if self.device.kind == "cpu" and not self.table.has_changed else None
-        orders = None if more is None or self.network.gathers else self._orders
+        listed = more is not None and not self.network.gathers and len(self.operands) > 2
+        orders = self.steps.orders if listed else None  # of one product nothing has to be known
         return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more, orders)
-
-    @cached_property
-    def _orders(self) -> Orders:
-        return Orders(len(self.network.axes), self.steps.orders())
 
     @property
     def bounded(self) -> bool:

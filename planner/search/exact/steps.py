@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from planner.cost.layout import Layout
@@ -13,6 +14,7 @@ from planner.language.spec import term_gathers
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
 from planner.search.exact.network import Network, Status, Value
+from planner.search.exact.orders import Orders
 
 __all__ = [
     "Key",
@@ -179,15 +181,16 @@ class NetworkSteps:
             spec = network.step_spec(((value, network.leaves[operand]),), Value(value.operands, target))
             yield target, Einsum(spec, self.dtype).with_layouts([self._layout(operand)])
 
-    def orders(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Return for each operand the numbers of its axes in the order of memory, or None if that is not known."""
+    @cached_property
+    def orders(self) -> Orders:
+        """How the values of a network without gathers lie in memory."""
         network, found = self.network, list[tuple[int, ...] | None]()
         numbers = {axis: number for number, axis in enumerate(network.axes)}
         for operand in range(len(network.leaves)):
             value = Value(1 << operand, network.open)
             term = self._order_of(value) or network.value_term(value)
             found.append(None if self._layout_of(value) is not None else tuple(numbers[axis] for axis in term))
-        return tuple(found)
+        return Orders(len(network.axes), found)
 
     def step(self, inputs: Sequence[Value], result: Value) -> Einsum:
         """Return the step from one or two values to another."""
