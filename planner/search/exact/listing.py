@@ -17,8 +17,7 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.orders import NETWORK, Orders, order_of
-from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
+from planner.search.exact.steps import NETWORK, Orders, SearchEnded, Splits, all_splits, ascending, order_of
 
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8

@@ -13,8 +13,7 @@ from planner.cost.floor import Order, product_floor, value_floor
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
-from planner.search.exact.orders import NETWORK, UNKNOWN
-from planner.search.exact.steps import SearchEnded
+from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
 __all__ = ["ValueSizes", "VectorListing", "split_blocks"]
 
