@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -136,6 +137,7 @@ class VectorListing:
         self._leaves = np.array([first_of(key) for key in leaves], dtype=float)
         self._least_of_sets = self._bound_sets()
         self._survivors: list[_Block] = []
+        self._known = math.inf
         self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
         while not self._list(deadline) and limit is None:
             self.limit *= LIMIT_TIMES
@@ -199,16 +201,39 @@ class VectorListing:
             ends = np.cumsum([len(block[0]) for block in left_over])[:-1]
             within = [total <= known for total in np.split(totals, ends)]
             left_over = [_rows(block, some) for block, some in zip(left_over, within, strict=True)]
-        self._survivors = self._sharpen(left_over, highest, known)
+        self._known = known
+        self._survivors = self._sharpen(left_over, highest)
         return sum([len(block[0]) for block in self._survivors]), cut
 
-    def _sharpen(self, blocks: list[_Block], highest: float, known: float) -> list[_Block]:
+    def put_prices(self, prices: Mapping[tuple[int, int], int], limit: int) -> int:
+        """Put prices in the place of the bounds of steps that are left, and drop worse steps once more.
+
+        Args:
+            prices: the price of each step, by the set that it computes and its first part.
+            limit: as in `drop_worse`.
+
+        Returns:
+            How many steps are left.
+        """
+        for (result, part), price in prices.items():
+            for union, left, _, floors in self._survivors:
+                floors[(union == result) & (left == part)] = price
+        self._survivors = self._within_reach(self._survivors, limit * (1 + 1e-9) + 1)
+        return sum([len(block[0]) for block in self._survivors])
+
+    def _within_reach(self, blocks: list[_Block], highest: float) -> list[_Block]:
+        """Return the steps of trees with a score of at most `highest`, and find the best tree and its score again."""
+        self._inside, self._left = self._best_trees(reversed(blocks))
+        # Steps of trees of a higher score than is known may be missing.
+        self.least = max(self.least, min(float(self._inside[self.network.everything]), self._known))
+        return self._within(blocks, highest, self._inside)[0]
+
+    def _sharpen(self, blocks: list[_Block], highest: float) -> list[_Block]:
         """Return the steps of trees with a score of at most `highest`: of few steps more is found out.
 
         Args:
             blocks: steps, those into large sets first.
             highest: the score.
-            known: the score up to which these are the steps of all trees.
         """
         if self.bounds.more is None or self.bounds.objective != "time" or not blocks:
             return blocks
@@ -216,9 +241,7 @@ class VectorListing:
         floors = self._floors("time", union, left, right, True)
         ends = np.cumsum([len(block[0]) for block in blocks])[:-1]
         sharper = [(*block[:3], part) for block, part in zip(blocks, np.split(floors, ends), strict=True)]
-        inside, _ = self._best_trees(reversed(sharper))
-        self.least = max(self.least, min(float(inside[self.network.everything]), known))
-        return self._within(sharper, highest, inside)[0]
+        return self._within_reach(sharper, highest)
 
     def _within(self, blocks: Iterable[_Block], highest: float, inside: Any) -> tuple[list[_Block], Any]:
         """Return the steps of trees with a score of at most `highest`, and the least score of a tree with each.
