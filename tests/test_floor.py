@@ -178,7 +178,8 @@ def test_steps_of_trees_within_a_limit_are_all_listed(backend, objective):
         everything, guess = VectorListing(*arguments, limit=float("inf")), VectorListing(*arguments)
         assert guess.least == everything.least <= guess.limit
         for limit in (everything.least, 1.2 * everything.least, guess.limit):
-            some, left = VectorListing(*arguments, limit=limit), []
+            some, everything = (VectorListing(*arguments, limit=each) for each in (limit, float("inf")))
+            left = []
             for listing in (some, everything):
                 listing.drop_worse(int(limit))
                 left.append([(edge.result, edge.children, edge.key) for edge in listing.edges()])

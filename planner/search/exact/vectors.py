@@ -183,7 +183,7 @@ class VectorListing:
         return splits[::-1]
 
     def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
-        """Drop the steps that are in no tree with this score or a lower one.
+        """Drop the steps that are in no tree with this score or a lower one. A listing does so once; see `put_prices`.
 
         Args:
             limit: the score; no more than that of the listing.
