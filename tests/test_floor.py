@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.bench.planning import dense
 from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
 from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
@@ -153,7 +154,7 @@ def test_no_product_of_torch_takes_less_than_its_views_say(seed):
         assert search.bounds.more is not None
         edges = list_plain_edges(space.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
         products = {(edge.result, *edge.children): edge for edge in edges if len(edge.children) == 2}
-        listing = VectorListing(space.network, [0] * 4, search.bounds)
+        listing = VectorListing(space.network, [0] * 4, search.bounds, limit=float("inf"))
         listing.drop_worse(10**18)
         bounded = {(edge.result, *edge.children): unpack(edge.key)[0] for edge in listing.edges()}
         assert bounded.keys() == products.keys()
@@ -162,3 +163,27 @@ def test_no_product_of_torch_takes_less_than_its_views_say(seed):
             assert abs(bounded[key] - least) <= 2
             search._price_edge(edge)
             assert unpack(edge.key)[0] >= least, (spec, str(edge.op.spec), edge.op.layouts)
+
+
+@pytest.mark.parametrize("objective", ADDITIVE)
+@pytest.mark.parametrize("backend", installed_frameworks())
+def test_steps_of_trees_within_a_limit_are_all_listed(backend, objective):
+    draw = random.Random(f"{backend} {objective}")
+    left_out = 0
+    for operands in (3, 5, 6, 7, 7):
+        spec, shapes, _ = dense(operands, draw)
+        stand_ins = [planner.Operand(shape, requires_grad=draw.random() < 0.4) for shape in shapes]
+        space = SearchSpace(planner.plan(spec, *stand_ins, backend=backend, optimize="greedy").contraction)
+        arguments = (space.network, [0] * operands, space.step_bounds(objective))
+        everything, guess = VectorListing(*arguments, limit=float("inf")), VectorListing(*arguments)
+        assert guess.least == everything.least <= guess.limit
+        for limit in (everything.least, 1.2 * everything.least, guess.limit):
+            some, everything = (VectorListing(*arguments, limit=each) for each in (limit, float("inf")))
+            left = []
+            for listing in (some, everything):
+                listing.drop_worse(int(limit))
+                left.append([(edge.result, edge.children, edge.key) for edge in listing.edges()])
+            assert left[0] == left[1]
+            counts = [sum(len(block[0]) for block in listing._kept) for listing in (some, everything)]
+            left_out += counts[0] < counts[1]
+    assert left_out >= 5

@@ -27,6 +27,9 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     if isinstance(op, Cast):
         keeps_order = layouts[0] is None or not layouts[0].repeated
         return 0, without_gaps(layouts[0]) if keeps_order else scattered(spec.output_shape)
+    if (form := product_form(spec)) is not None:  # nothing is taken, nor summed alone
+        copied = sum(product_copies(form, spec, layouts)) if form.contracted else 0
+        return copied, _product_layout(form, spec)
     copied, read = 0, []
     for number, layout in enumerate(layouts):
         elements, axes, layout = _read(number, layout, spec)
@@ -41,22 +44,29 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     axes = term_axes(inner.output)
     form = product_form(inner)
     assert form is not None
-    layout = None
     if form.contracted:
-        copied += product_copies(form, inner, tuple(layout for _, layout in read))
-        if axes != (*form.batch, *form.right, *form.left):
-            layout = reordered((*form.batch, *form.left, *form.right), axes, inner)
+        copied += sum(product_copies(form, inner, tuple(layout for _, layout in read)))
+    layout = _product_layout(form, inner)
     if axes == spec.output:
         return copied, layout
     elements, layout = _written(axes, layout, spec)
     return copied + elements, layout
 
 
+def _product_layout(form: ProductForm, spec: Spec) -> Layout | None:
+    """Return how the result of a product lies in memory."""
+    order = (*form.batch, *form.left, *form.right)
+    if not form.contracted or spec.output in (order, (*form.batch, *form.right, *form.left)):
+        return None
+    return reordered(order, spec.output, spec)
+
+
 @cached_by_step
-def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> int:
-    """Return how many elements of its operands a product of matrices copies."""
-    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
-    return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
+def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> tuple[int, int]:
+    """Return how many elements of each of its operands a product of matrices copies."""
+    of_a, of_b, _ = form.matrices
+    (a, b), (layout_a, layout_b) = spec.inputs, layouts
+    return matrix_copies(a, layout_a, of_a, spec), matrix_copies(b, layout_b, of_b, spec)
 
 
 def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
@@ -76,18 +86,20 @@ def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[s
     Nothing is copied if each group can be viewed as one dimension, rows or columns are contiguous, and no two rows
     share elements. Vectors in a batch are copied one at a time.
     """
-    elements = math.prod(spec.shape(term))
-    if not elements:
-        return 0
-    wide = [[e for e in group if spec.size(e) != 1] for group in groups]
-    batch, *matrix = wide
-    repeated = {term[d] for d in layout.repeated} if layout is not None else set()
-    if not flattens(term, layout, groups, spec) or repeated & {e for group in matrix for e in group}:
-        return elements
+    wide, (batch, *matrix) = spec.wide, groups
+    repeated = {term[d] for d in layout.repeated} if layout is not None else ()
     close = neighbours(term, layout, spec)
-    if not any(matrix) or any(close in group for group in matrix):
-        return 0
-    return elements if all(matrix) or not batch else elements // math.prod(map(spec.size, batch))
+    kept, whole = False, True  # whether the matrix has elements that are no neighbours, and all its groups have some
+    if flattens(term, layout, groups, spec) and not (repeated and any([e in repeated for g in matrix for e in g])):
+        for group in matrix:
+            if close in group:
+                return 0
+            has_any = any([e in wide for e in group])
+            kept, whole = kept or has_any, whole and has_any
+        if not kept:
+            return 0
+    elements = math.prod(spec.shape(term))
+    return elements if whole or not elements else elements // math.prod(map(spec.size, batch))
 
 
 def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:

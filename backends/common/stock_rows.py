@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import ArrayOps, count_views, evaluation, is_swapped
-from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
+from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
@@ -206,8 +206,7 @@ def _view_launches(op: Op) -> float:
         return VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
     if not form.batch and len(form.left) == len(form.right) == len(form.contracted) == 1:  # two matrices
         return 0.0
-    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
-    return VIEW_LAUNCHES * views + sum(matrix_copies(*each, spec) > 0 for each in operands)
+    return VIEW_LAUNCHES * views + sum([copied > 0 for copied in product_copies(form, spec, layouts)])
 
 
 def stock_work(op: Op, device: Device) -> list[Work]:
@@ -231,7 +230,7 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         assert form is not None
         batch, m, n, k = form.sizes
         # Copies are made before the product begins, so the times add up.
-        copies = Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None)))
+        copies = Work.of_copies(size * sum(product_copies(form, spec, op.layouts or (None, None))))
         rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
         rate = device.product_rate(rows, columns, k, op.dtype, batch)
         return [copies, work._replace(rate=rate, matrices=device.matrices(batch))]
@@ -326,6 +325,7 @@ def stock_rows(
             stock=True,
             layouts=layouts,
             bounded=True,
+            inputs=2 if kind in ("matmul", "multiply", "multiply, sum", "take, multiply, add") else 1,
             guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
             least=_least_of_rows if kind == "take, multiply, add" else None,
         )

@@ -53,7 +53,7 @@ def product_rows() -> list[Implementation]:
     """Return the rows."""
 
     def row(name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any, **fields: Any) -> Implementation:
-        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, **fields)
+        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, inputs=2, **fields)
 
     return [
         row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, least=_sliced_least),
@@ -64,7 +64,7 @@ def product_rows() -> list[Implementation]:
     ]  # fmt: skip
 
 
-def _least(op: Op, device: Device, launches: int) -> StepCost:
+def _least(op: Op, device: Device, launches: float) -> StepCost:
     """Return the least cost of a product in so many launches, each at no higher rate than the product as a whole."""
     form = product_form(op.spec)
     if form is None:
@@ -85,8 +85,9 @@ def copied_form(op: Op) -> ProductForm | None:
     if not isinstance(op, Einsum):
         return None
     form = product_form(op.spec)
-    copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
-    return form if copies else None
+    if form is None or not form.contracted or not any(product_copies(form, op.spec, op.layouts or (None, None))):
+        return None
+    return form
 
 
 def einsum_copies(op: Op) -> tuple[int, ...]:
@@ -138,8 +139,7 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
     if form is None or form.batch:
         return refusal
     operands = tuple(zip(op.spec.inputs, layouts, strict=True))
-    whole = zip(operands, form.matrices[:2], strict=True)
-    copied = [term for (term, layout), groups in whole if matrix_copies(term, layout, groups, op.spec)]
+    copied = [term for term, n in zip(op.spec.inputs, product_copies(form, op.spec, layouts), strict=True) if n]
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
         if not all(axis in term for term in copied):
             continue
@@ -160,7 +160,9 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
 
 
 def _sliced_least(op: Op, device: Device) -> StepCost:
-    return _least(op, device, min(op.spec.by_axis.values(), default=0))  # one for each slice
+    # A slice along an axis of size 1 is as flat as the whole.
+    count = min([size for size in op.spec.by_axis.values() if size > 1], default=0)
+    return _least(op, device, count * (SLICE_LAUNCHES if device.kind == "cpu" else 1))
 
 
 def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> list[Work]:
@@ -222,13 +224,13 @@ def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
         batch, m, n, k = form.sizes
         counts = (batch * sizes[axis], m, n, k // max(1, sizes[axis]))
         wide = ProductForm(together, form.left, form.right, rest, counts)
-        if sizes[axis] > 1 and not product_copies(wide, spec, layouts):
+        if sizes[axis] > 1 and not any(product_copies(wide, spec, layouts)):
             return axis, wide, spec
     return refusal
 
 
 def _batched_least(op: Op, device: Device) -> StepCost:
-    return _least(op, device, 2)
+    return _least(op, device, 2 + (VIEW_LAUNCHES if device.kind == "cpu" else 0))
 
 
 def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device) -> list[Work]:

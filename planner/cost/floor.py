@@ -15,16 +15,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["NUMBERS", "Launches", "gathered_floor", "product_floor", "unary_floor", "view_launches"]
+__all__ = [
+    "NUMBERS",
+    "Launches",
+    "Order",
+    "gathered_floor",
+    "product_floor",
+    "unary_floor",
+    "value_floor",
+    "view_launches",
+]
 
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
@@ -187,6 +196,26 @@ def unary_floor(
     return _picoseconds(xp, steps * each + forward + wanted * back)
 
 
+def value_floor(objective: str, device: Device, dtype: str, elements: Array, wanted: Array, steps: int) -> Array:
+    """Return the least score of a tree of products without gathers that computes a value, and reads it again.
+
+    Args:
+        objective: as for products.
+        device: the rates.
+        dtype: the dtype of the computation.
+        elements: the number of elements of each value.
+        wanted: whether its gradient is needed: then that is computed and read too.
+        steps: how many steps the tree has at least.
+    """
+    if objective == "flops":
+        return _count(np, 2 * elements)
+    moved = itemsize(dtype) * elements
+    if objective == "bytes":
+        return _count(np, 2 * moved)
+    seconds = 2 * _least_moving_seconds(np, device, moved) + _fresh_seconds(np, device, moved)
+    return _picoseconds(np, (1 + wanted) * seconds + steps * (device.launch_seconds - 1e-12))
+
+
 def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the least that rows take in a step and in a gradient of it, where some that were taken are added up."""
     if device.kind == "cuda":  # a kernel sorts the rows first
@@ -221,24 +250,48 @@ def _fresh_seconds(xp: Any, device: Device, size: Array) -> Array:
     return xp.where(size <= device.warm_bytes, 0.0, size / rate)
 
 
+class Order(NamedTuple):
+    """How the axes of a value lie in memory, or those of many values.
+
+    A value has its axes in the network's order, which all values have but operands, or in an order of its own. In its
+    own order the bit of each axis is its place.
+
+    Attributes:
+        known: whether the order is known.
+        own: whether it is not the network's, or not known.
+        place: from a set of axes to the set of their places.
+        descents: the places of axes that come after one which the network has after them.
+    """
+
+    known: Bits = True
+    own: Bits = False
+    place: Callable[[Bits], Bits] = lambda axes: axes
+    descents: Bits = 0
+
+    def turns(self, placed: Bits) -> Any:
+        """Whether some neighbours of a set of places are in another order than the network's."""
+        return placed & (placed << 1) & self.descents != 0
+
+
 def view_launches(
-    launches: Launches, terms: tuple[Bits, ...], in_order: tuple[Bits, ...], wide: int, xp: Any, copies: bool
+    launches: Launches, terms: tuple[Bits, ...], orders: tuple[Order, ...], wide: int, xp: Any, copies: bool
 ) -> Any:
     """Return how many operators more than one a product launches at least, as to their time.
 
     torch's `matmul` takes matrices, or a batch of them. So a group of several axes, or of none, takes a view to be one
     dimension, and so do groups in another order. Small products take most of their time for this. Axes are the bits of
-    integers, in the network's order, which all values have but operands.
+    integers, in the network's order.
 
     Args:
         launches: what the framework's operators take.
         terms: the axes of the two operands and of the result.
-        in_order: for each of them, whether its axes are known to be in the network's order.
+        orders: the order in which each of them lies.
         wide: the axes whose size is not 1.
         xp: what the terms are, `numpy` or `NUMBERS`.
         copies: whether to look for operands that are copied too, which takes longer.
     """
     a, b, out = terms
+    of_a, of_b, of_out = orders
     shared, kept = a & b, a ^ b
     batch, summed, left, right = shared & out, shared & ~out, a & kept, b & kept
     # Each group of axes is one dimension.
@@ -247,41 +300,89 @@ def view_launches(
     matrices = outer & one_summed
     flat = (batch & (batch - 1) == 0) | matrices  # a batch of one axis, or one that is not made flat
     viewed = 3 - 1 * (one_left & one_summed & flat) - (one_right & one_summed & flat) - (outer & flat)
-    # They lie in this order, or in that of the product with its operands swapped. The bits from the first one of a
-    # group on, which no bit of the group before may be among:
-    from_left, from_right, from_summed = left | -left, right | -right, summed | -summed
-    of_a, of_b = batch & (from_left | from_summed), batch & (from_right | from_summed)
-    of_out = batch & (from_left | from_right)
-    plain = (of_a | left & from_summed, of_b | summed & from_right, of_out | left & from_right)
-    swapped = (of_a | summed & from_left, of_b | right & from_summed, of_out | right & from_left)
+    # They lie in this order, or in that of the product with its operands swapped.
+    groups = ((batch, left, summed), (batch, summed, right), (batch, left, right))
+    placed = [[order.place(group) for group in three] for order, three in zip(orders, groups, strict=True)]
+    (batch_a, left_a, summed_a), (batch_b, summed_b, right_b), (batch_out, left_out, right_out) = placed
+    # Axes of a group that both operands have, or an operand and the result, are in the order of the first of them.
+    turned_b = turned_out = False
+    looks = copies and (xp is np or any([order.descents for order in orders]))
+    if looks:
+        turned_b = _differs((of_a, batch_a), (of_b, batch_b)) | _differs((of_a, summed_a), (of_b, summed_b))
+        turned_out = _differs((of_a, batch_a), (of_out, batch_out)) | _differs((of_a, left_a), (of_out, left_out))
+        turned_out = turned_out | _differs((of_b, right_b), (of_out, right_out))
+    plain = (
+        _moved(batch_a, left_a, summed_a),
+        _moved(batch_b, summed_b, right_b),
+        _moved(batch_out, left_out, right_out),
+    )
+    swapped = (
+        _moved(batch_a, summed_a, left_a),
+        _moved(batch_b, right_b, summed_b),
+        _moved(batch_out, right_out, left_out),
+    )
     moved = [
-        sum((bits != 0) & known for bits, known in zip(order, in_order, strict=True)) for order in (plain, swapped)
+        1 * (x & of_a.known) + (y & of_b.known | turned_b) + (z & of_out.known | turned_out)
+        for x, y, z in (plain, swapped)
     ]
     # Two matrices take no views, however they lie.
     product = launches.view * ((viewed + xp.minimum(*moved)) * (some | (matrices == 0)))
+    lies_flat: Any = False
     if copies:
-        copied = in_order[0] & _is_copied(a & wide, batch & wide, left & wide, summed & wide)
-        product = product + 1 * copied + (in_order[1] & _is_copied(b & wide, batch & wide, summed & wide, right & wide))
+        wide_a, wide_b = (order.place(axes & wide) for order, axes in ((of_a, a), (of_b, b)))
+        copied_a = of_a.known & _is_copied(wide_a, *(wide_a & group for group in placed[0]))
+        copied_b = of_b.known & _is_copied(wide_b, *(wide_b & group for group in placed[1]))
+        if looks:
+            copied_b = copied_b | _differs((of_a, batch_a & wide_a), (of_b, batch_b & wide_b))
+            copied_b = copied_b | _differs((of_a, summed_a & wide_a), (of_b, summed_b & wide_b))
+        product = product + 1 * copied_a + copied_b
+        lies_flat = (of_a.own | of_b.own | copied_a | copied_b) == 0
     # What would be copied may be multiplied in a batch and summed, or slice by slice.
     batched = 1 + launches.view * (4 - 1 * one_left - one_right - outer)
     turns = xp.where(a & ~wide | b & ~wide == 0, 2 * launches.slice, launches.slice) - 1
-    product = xp.minimum(product, xp.where(one_summed, product, batched))
-    product = xp.minimum(product, xp.where(some, product, turns))
+    product = xp.minimum(product, xp.where(one_summed | lies_flat, product, batched))
+    product = xp.minimum(product, xp.where(some | lies_flat, product, turns))
     # Vectors may be multiplied element by element, and summed.
     lacks = 1 * (right != 0) + (left != 0)
     by_element = 1 + launches.view * lacks + launches.scattered * (kept != 0)
     product = xp.where((left & wide == 0) | (right & wide == 0), xp.minimum(product, by_element), product)
-    # An elementwise product: an operand that lacks axes of the result is viewed.
+    # An elementwise product: an operand that lacks axes of the result, or has them in another order, is viewed.
     lacks = 1 * (a != out) + (b != out)
+    if looks:
+        for order, axes in ((of_a, a & out), (of_b, b & out)):
+            lacks = lacks + 1 * order.turns(order.place(axes)) * (of_out.own == 0)
     multiplied = launches.view * lacks + launches.scattered * (lacks > 0)
     return xp.where(summed & wide == 0, multiplied, product)
 
 
-def _is_copied(axes: Bits, batch: Bits, *matrix: Bits) -> Any:
-    """Whether an operand in the network's order is copied to be a batch of matrices.
+def _moved(first: Bits, second: Bits, third: Bits) -> Any:
+    """Whether the axes of three groups are not in this order."""
+    # The bits from the lowest one of a group on.
+    from_third = third | -third
+    return first & (second | -second | from_third) | second & from_third != 0
+
+
+def _differs(first: tuple[Order, Bits], second: tuple[Order, Bits]) -> Any:
+    """Whether two values have a group of axes in different orders, as far as that is known.
+
+    Args:
+        first: the order of a value, and the places of the group.
+        second: likewise.
+    """
+    (one, placed), (other, others) = first, second
+    return (other.own == 0) & one.turns(placed) | (one.own == 0) & other.turns(others)
+
+
+def _is_copied(axes: Bits, *groups: Bits) -> Any:
+    """Whether an operand is copied to be a batch of matrices.
 
     It is if axes of a group are not neighbours, or if the innermost axis is one of the batch.
+
+    Args:
+        axes: the places of its axes.
+        groups: those of its groups, the batch among them.
     """
+    batch, *matrix = groups
     copied = (matrix[0] | matrix[1] != 0) & (axes & ~batch < batch)
     for group in (batch, *matrix):
         others = axes & (group | -group) & ~group

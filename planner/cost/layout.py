@@ -223,15 +223,19 @@ def scattered(shape: Sequence[int]) -> Layout | None:
 
 def flattens(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> bool:
     """Whether an array with this term can be viewed so that each group of entries is one dimension."""
-    runs = (tuple(range(len(term))),) if layout is None else layout.runs
-    place = {}
-    for number, run in enumerate(runs):
-        wide = [d for d in run if spec.size(term[d]) != 1]
-        place.update({term[d]: (number, at) for at, d in enumerate(wide)})
+    wide, before = spec.wide, dict[str | Gather, str | Gather | None]()  # the searches ask thousands of times
+    for run in ((*range(len(term)),),) if layout is None else layout.runs:
+        last = None
+        for d in run:
+            if (entry := term[d]) in wide:
+                before[entry], last = last, entry
     for group in groups:
-        places = [place[e] for e in group if spec.size(e) != 1]
-        if any((run, at + 1) != after for (run, at), after in zip(places, places[1:], strict=False)):
-            return False
+        last = None
+        for entry in group:
+            if entry in wide:
+                if last is not None and before[entry] != last:
+                    return False
+                last = entry
     return True
 
 
@@ -240,7 +244,10 @@ def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | 
     if layout is not None and not layout.unit:
         return None
     order = range(len(term)) if layout is None else layout.runs[-1]
-    return next((term[d] for d in reversed(order) if spec.size(term[d]) != 1), None)
+    for d in reversed(order):
+        if term[d] in spec.wide:
+            return term[d]
+    return None
 
 
 def _plain(runs: Sequence[tuple[int, ...]], unit: bool, repeated: Sequence[int]) -> Layout | None:

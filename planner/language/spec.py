@@ -214,6 +214,12 @@ class Spec:
         """The size of each axis."""
         return dict(self.sizes)
 
+    @cached_property
+    def wide(self) -> frozenset[str | Gather]:
+        """The axes and gathers whose size is not 1."""
+        gathers = [gather for gather in self.gathers if gather.size != 1]
+        return frozenset([*(axis for axis, size in self.sizes if size != 1), *gathers])
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process has other hashes.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -58,6 +58,7 @@ class Implementation:
         variant_of: the row of which this is another tiling at the same cost, for `optimize="measure"` to time; or "".
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
         brackets: 0, or the most brackets of its steps if all have some. Then it launches `launches` operators or more.
+        inputs: how many inputs the ops have that it may run; None for any number. Then it is not asked about others.
         fused: it runs products with a side of at most so many elements as elementwise products that are added up.
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
@@ -78,6 +79,7 @@ class Implementation:
     bounded: bool = False
     brackets: int = 0
     launches: int = 1
+    inputs: int | None = None
     fused: int = 1
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None
@@ -160,7 +162,7 @@ class Table:
     def __init__(self, rows: Sequence[Implementation], plain: Sequence[str] = (), more: Launches | None = None) -> None:
         self.rows, self.plain, self.more, self.priced = {row.name: row for row in rows}, tuple(plain), more, 0
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
-        self._asked: dict[tuple[bool, str, bool], list[Implementation]] = {}
+        self._asked: dict[tuple[bool, int, str, bool], list[Implementation]] = {}
 
     @property
     def has_changed(self) -> bool:
@@ -182,7 +184,7 @@ class Table:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
         plain, special, best = not op.gathers, isinstance(op, Guard | Loop), tuple[int, ...]()
-        rows = self._rows_for(plain, device.kind, key is step_key("time"))
+        rows = self._rows_for(plain, len(op.input_terms), device.kind, key is step_key("time"))
         leasts: dict[str, tuple[int, ...]] = {}
         if key and not plain:  # stock rows take long to price then: those first that may be the best
             leasts = {row.name: key(row.least(op, device)) for row in rows if row.least}
@@ -198,16 +200,17 @@ class Table:
             choices.sort(key=lambda choice: list(self.rows).index(choice.lowering))
         return tuple(choices)
 
-    def _rows_for(self, plain: bool, kind: str, for_time: bool) -> list[Implementation]:
+    def _rows_for(self, plain: bool, inputs: int, kind: str, for_time: bool) -> list[Implementation]:
         """Return the rows to ask about ops: without gathers or with some, on a kind of device, for the least time."""
         if self.has_changed:
             self._asked.clear()
-        rows = self._asked.get((plain, kind, for_time))
+        rows = self._asked.get((plain, inputs, kind, for_time))
         if rows is None:
-            rows = self._asked[plain, kind, for_time] = [
+            rows = self._asked[plain, inputs, kind, for_time] = [
                 row
                 for row in self.rows.values()  # most end here; `refusal` would also make the text of the reason
                 if not (row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds))
+                and row.inputs in (None, inputs)
                 and not (for_time and row.slower_than in self.rows)
             ]
         return rows
@@ -224,11 +227,8 @@ class Table:
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
-        return tuple(
-            _price(row, op, device)
-            for row in self.rows.values()
-            if row.variant_of == lowering and row.refusal(op, device) is None
-        )
+        rows = [row for row in self.rows.values() if row.variant_of == lowering and row.refusal(op, device) is None]
+        return tuple(_price(row, op, device) for row in rows)
 
     def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
         """Whether the table has this implementation for an op, at this cost."""

@@ -283,7 +283,9 @@ class SearchSpace:
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
         more = self.table.more if self.device.kind == "cpu" and not self.table.has_changed else None
-        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more)
+        listed = more is not None and not self.network.gathers and len(self.operands) > 2
+        orders = self.steps.orders if listed else None  # of one product nothing has to be known
+        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more, orders)
 
     @property
     def bounded(self) -> bool:

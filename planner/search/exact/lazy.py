@@ -39,6 +39,8 @@ FEW_PRICED = 24
 CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
 # Then it looks at so many steps, those of the trees that are best by bounds, if numpy lists more: each takes some 5 us.
 MOST_LEFT = 30_000
+# As long as numpy has more steps left, it finds the next tree to price: each step takes some 10 us to look at alone.
+MOST_EDGES = 500
 # Most steps never have to be priced: at the end it was at most so many times as many as before.
 PRICED_AGAIN = 4
 
@@ -144,24 +146,58 @@ class LazySearch:
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
-        listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds, self.stop.deadline)
-        bound = pack((int(listing.least), 0, 0, 0))
-        if self.wanted is not None and listing.least >= self.wanted:
-            return [], bound, bound
-        priced: dict[tuple[int, int], Edge] = {}
-        for union, left in listing.best_splits():
-            edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
-            self._price_edge(edge)
-        edges = [*leaves, *priced.values()]
-        key = sum(edge.key for edge in edges)
+        reads, priced = [edge.key for edge in leaves], dict[tuple[int, int], Edge]()
+        limit = None if self.wanted is None else float(self.wanted)
+        while True:
+            listing = VectorListing(self.network, reads, self.bounds, self.stop.deadline, limit)
+            if self.wanted is not None and listing.least >= self.wanted:
+                bound = pack((self.wanted, 0, 0, 0))
+                return [], bound, bound
+            edges = [*leaves, *self._price_splits(listing.best_splits(), priced)]
+            key = sum(edge.key for edge in edges)
+            if first_of(key) <= listing.limit or self.wanted is not None:
+                break
+            limit = float(first_of(key))
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
-        if self._ends(key, bound, left_over - len(priced)):
+        if left_over > MOST_EDGES:
+            left_over = listing.put_prices({split: first_of(edge.key) for split, edge in priced.items()}, first_of(key))
+        try:
+            while True:
+                bound = pack((int(listing.least), 0, 0, 0))
+                if self._ends(key, bound, left_over - len(priced)):
+                    return edges, key, min(bound, key)
+                unpriced = [split for split in listing.best_splits() if split not in priced]
+                if left_over <= MOST_EDGES or not unpriced:
+                    break
+                tree = self._price_splits(listing.best_splits(), priced)
+                total = sum(edge.key for edge in (*leaves, *tree))
+                if total < key:
+                    edges, key = [*leaves, *tree], total
+                left_over = listing.put_prices(
+                    {split: first_of(priced[split].key) for split in unpriced}, first_of(key)
+                )
+        except KeyboardInterrupt:
+            self.interrupted = True
             return edges, key, min(bound, key)
         listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
         graph = StepGraph([*leaves, *listed], self.network.everything)
         edges, key, bound = self._solve(graph, (edges, key))
         return edges, key, bound if cut is None else min(bound, pack((cut, 0, 0, 0)))
+
+    def _price_splits(self, splits: Sequence[tuple[int, int]], priced: dict[tuple[int, int], Edge]) -> list[Edge]:
+        """Return the steps of a tree, with their prices, from the sets that they compute and the first parts of these.
+
+        Args:
+            splits: the sets and parts.
+            priced: the steps that are priced already; the others are added.
+        """
+        for union, left in splits:
+            if (union, left) not in priced:
+                edge = Edge(union, (left, union ^ left), 0)
+                self._price_edge(edge)
+                priced[union, left] = edge
+        return [priced[split] for split in splits]
 
     def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from planner.cost.device import Device
-from planner.cost.floor import NUMBERS, Launches, gathered_floor, product_floor, unary_floor, view_launches
+from planner.cost.floor import NUMBERS, Launches, Order, gathered_floor, product_floor, unary_floor, view_launches
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
+from planner.search.exact.steps import NETWORK, Orders, SearchEnded, Splits, all_splits, ascending, order_of
 
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8
@@ -38,6 +39,7 @@ class Bounds:
             array, and of several.
         fused: see `product_floor`.
         more: what the framework's operators launch besides; None if nothing is known of it.
+        orders: how operands lie; None if that is not known.
     """
 
     objective: str
@@ -48,6 +50,7 @@ class Bounds:
     launches: tuple[float, float]
     fused: int
     more: Launches | None = None
+    orders: Orders | None = None
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -215,22 +218,34 @@ def _set_floors(
 
 
 def launches_of(
-    bounds: Bounds,
+    launches: Launches,
     terms: tuple[Any, Any, Any],
-    in_order: tuple[Any, Any, Any],
+    orders: tuple[Order, Order, Order],
     wide: int,
+    gradients: bool,
     xp: Any,
     copies: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Return how many operators more than one a product and its two gradients launch; args as in `view_launches`."""
-    if bounds.more is None:
-        return (0.0, 0.0, 0.0)
-    (a, b, out), (known_a, known_b, known_out) = terms, in_order
-    more = partial(view_launches, bounds.more, wide=wide, xp=xp, copies=copies)
-    forward = more(terms, in_order)
-    if not bounds.gradient_operands:
+    (a, b, out), (of_a, of_b, of_out) = terms, orders
+    more = partial(view_launches, launches, wide=wide, xp=xp, copies=copies)
+    forward = more(terms, orders)
+    if not gradients:
         return forward, 0.0, 0.0
-    return forward, more((out, b, a), (known_out, known_b, known_a)), more((a, out, b), (known_a, known_out, known_b))
+    return forward, more((out, b, a), (of_out, of_b, of_a)), more((a, out, b), (of_a, of_out, of_b))
+
+
+@cached_by_step
+def _launches_of(
+    launches: Launches,
+    terms: tuple[int, int, int],
+    orders: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
+    wide: int,
+    gradients: bool,
+) -> tuple[float, float, float]:
+    """Return the same for one step; it depends on no sizes, so that the members of a family share it."""
+    of_a, of_b = map(order_of, orders)
+    return launches_of(launches, terms, (of_a, of_b, NETWORK), wide, gradients, NUMBERS)
 
 
 class _Products:
@@ -293,10 +308,17 @@ class _Products:
             return  # the only product is priced in any case
         a, b, out = terms
         wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
-        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
-        more = launches_of(self.bounds, (a, b, out), in_order, self.network.wide, NUMBERS)
+        more = (0.0, 0.0, 0.0)
+        if self.bounds.more is not None:
+            orders, wide = (self._order(left), self._order(right)), (a | b) & self.network.wide
+            more = _launches_of(self.bounds.more, (a, b, out), orders, wide, bool(self.bounds.gradient_operands))
         self._plain[0].append(edge)
         self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted, *more))
+
+    def _order(self, operands: int) -> tuple[int, ...] | None:
+        if self.bounds.orders is not None:
+            return self.bounds.orders.axes_of(operands)
+        return () if operands & (operands - 1) else None
 
     def unary_sizes(self, value: Value, result: Value) -> tuple[float, ...]:
         """Return the sizes of a step on one value.

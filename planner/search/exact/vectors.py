@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from planner.cost.floor import product_floor
+from planner.cost.floor import Order, product_floor, value_floor
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, launches_of, set_keys
 from planner.search.exact.network import Network
-from planner.search.exact.steps import SearchEnded
+from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
 __all__ = ["ValueSizes", "VectorListing", "split_blocks"]
 
 # How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
 BLOCK, KEPT_OPERANDS = 1 << 15, 14
+# A search lists the steps of trees that cost at most so many times what a greedy tree costs by bounds. It lists more if
+# the best tree turns out to cost more.
+LIMIT_TIMES = 2
+
+# Steps: the set that each computes, its two parts, and a lower bound. The steps of a set are neighbours.
+_Block = tuple[Any, Any, Any, Any]
 
 
 @lru_cache(maxsize=64)
@@ -31,16 +38,19 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def split_blocks(operands: int, reverse: bool = False) -> Iterator[tuple[Any, Any, Any]]:
+def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iterator[tuple[Any, Any, Any]]:
     """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
 
     Args:
         operands: how many operands there are.
         reverse: whether to begin with large sets rather than with small ones.
+        good: for each set whether to yield splits with it; None for all. Then what is yielded has no rows for sets.
     """
     order = -1 if reverse else 1
     masks = np.arange(1, 1 << operands, dtype=np.int64)
     counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    if good is not None:
+        masks, counts = masks[good[1:]], counts[good[1:]]
     for count in range(2, operands + 1)[::order]:
         patterns = _patterns(count)
         sets = masks[counts == count]
@@ -50,7 +60,13 @@ def split_blocks(operands: int, reverse: bool = False) -> Iterator[tuple[Any, An
             places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
             members = np.int64(1) << places
             left = members[:, :1] + members[:, 1:] @ patterns.T
-            yield union, left, union[:, None] - left
+            right = union[:, None] - left
+            if good is None:
+                yield union, left, right
+                continue
+            rows, columns = np.nonzero(good[left] & good[right])
+            if len(rows):
+                yield union[rows], left[rows, columns], right[rows, columns]
 
 
 class ValueSizes:
@@ -88,39 +104,72 @@ class ValueSizes:
 class VectorListing:
     """The steps of all trees over a network without gathers, bounded by numpy.
 
+    Most sets of operands have values so large that no good tree computes them. Steps with such a value are left out.
+
     Args:
         network: the network; its sizes are not 0.
         leaves: what reading each operand adds to the score.
         bounds: what lower bounds depend on. They hold.
         deadline: the time of `time.monotonic` at which to end, or None.
+        limit: steps may be left out that are only in trees of a higher score. If it is None, it is a multiple of what a
+            greedy tree has by bounds.
 
     Raises:
         SearchEnded: the deadline was over before the best tree by bounds was found.
 
     Attributes:
-        least: the least score of any tree by these bounds.
+        limit: likewise.
+        least: the least score of any tree by these bounds; more than the limit if no tree is known to be within it.
     """
 
-    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        leaves: Sequence[int],
+        bounds: Bounds,
+        deadline: float | None = None,
+        limit: float | None = None,
+    ) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(leaves)
         everything = network.everything
         self._values = ValueSizes(network, len(leaves))
         self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
-        self._inside = np.full(everything + 1, np.inf)
-        self._left = np.zeros(everything + 1, dtype=np.int64)
-        for operand, key in enumerate(leaves):
-            self._inside[1 << operand] = first_of(key)
-        self._kept: list[Any] = []
-        for union, left, right, floors in self._bounded_blocks():
+        self._leaves = np.array([first_of(key) for key in leaves], dtype=float)
+        self._least_of_sets = self._bound_sets()
+        self._survivors: list[_Block] = []
+        self._known = math.inf
+        self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
+        while not self._list(deadline) and limit is None:
+            self.limit *= LIMIT_TIMES
+
+    def _list(self, deadline: float | None) -> bool:
+        """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
+        self._kept: list[_Block] = []
+        self._inside, self._left = self._best_trees(self._bounded_blocks(), deadline)
+        self.least = float(self._inside[self.network.everything])
+        return self.least <= self.limit
+
+    def _best_trees(self, blocks: Iterable[_Block], deadline: float | None = None) -> tuple[Any, Any]:
+        """Return the least score of a tree of each set, and the first part of the split at its root.
+
+        Args:
+            blocks: steps, those into small sets first.
+            deadline: as above.
+        """
+        inside = np.full(self.network.everything + 1, np.inf)
+        first = np.zeros(len(inside), dtype=np.int64)
+        inside[1 << np.arange(self.operands)] = self._leaves
+        for union, left, right, floors in blocks:
             if deadline is not None and time.monotonic() > deadline:
                 raise SearchEnded
-            total = self._inside[left] + self._inside[right] + floors
-            best = np.argmin(total, axis=1)
-            places = np.arange(len(union))
-            self._inside[union] = total[places, best]
-            self._left[union] = left[places, best]
-        self.least = float(self._inside[everything])
-        self._survivors: list[Any] = []
+            total = inside[left] + inside[right] + floors
+            starts = np.flatnonzero(np.diff(union, prepend=-1))
+            least = np.minimum.reduceat(total, starts)
+            inside[union[starts]] = least
+            # Of equally good splits the first is taken.
+            best = np.flatnonzero(total == np.repeat(least, np.diff(starts, append=len(union))))[::-1]
+            first[union[best]] = left[best]
+        return inside, first
 
     def best_splits(self) -> list[tuple[int, int]]:
         """Return the best tree by bounds: each set of operands and its first part, small sets first."""
@@ -134,63 +183,134 @@ class VectorListing:
         return splits[::-1]
 
     def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
-        """Drop the steps that are in no tree with this score or a lower one.
+        """Drop the steps that are in no tree with this score or a lower one. A listing does so once; see `put_prices`.
 
         Args:
-            limit: the score.
+            limit: the score; no more than that of the listing.
             most: how many steps to leave at most; None for all. Those in the best trees are left.
 
         Returns:
             How many steps are left, and the score from which on steps of trees are missing; None if none are.
         """
-        everything = self.network.everything
-        outside = np.full(everything + 1, np.inf)
-        outside[everything] = 0.0
-        highest = limit * (1 + 1e-9) + 1
-        left_over: list[tuple[Any, Any, Any, Any]] = []
-        for union, left, right, floors in self._bounded_blocks(reverse=True):
-            reached = np.nonzero(outside[union] + self._inside[union] <= highest)[0]
-            if not len(reached):
-                continue
-            union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
-            above = outside[union][:, None] + floors
-            total = above + self._inside[left] + self._inside[right]
-            rows, columns = np.nonzero(total <= highest)
-            a, b = left[rows, columns], right[rows, columns]
-            above = above[rows, columns]
-            np.minimum.at(outside, a, above + self._inside[b])
-            np.minimum.at(outside, b, above + self._inside[a])
-            left_over.append((union[rows], a, b, total[rows, columns]))
-        totals = np.concatenate([block[3] for block in left_over])
+        highest = known = limit * (1 + 1e-9) + 1
+        left_over, totals = self._within(self._bounded_blocks(reverse=True), highest, self._inside)
         cut = None
         if most is not None and len(totals) > most:
-            highest = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
-            cut = int(highest)
-        self._survivors = [tuple(part[total <= highest] for part in rest) for *rest, total in left_over]
-        return sum([len(union) for union, _, _ in self._survivors]), cut
+            known = float(np.partition(totals, most)[most]) * (1 - 1e-9) - 1
+            cut = int(known)
+            ends = np.cumsum([len(block[0]) for block in left_over])[:-1]
+            within = [total <= known for total in np.split(totals, ends)]
+            left_over = [_rows(block, some) for block, some in zip(left_over, within, strict=True)]
+        self._known = known
+        self._survivors = self._sharpen(left_over, highest)
+        return sum([len(block[0]) for block in self._survivors]), cut
+
+    def put_prices(self, prices: Mapping[tuple[int, int], int], limit: int) -> int:
+        """Put prices in the place of the bounds of steps that are left, and drop worse steps once more.
+
+        Args:
+            prices: the price of each step, by the set that it computes and its first part.
+            limit: as in `drop_worse`.
+
+        Returns:
+            How many steps are left.
+        """
+        for (result, part), price in prices.items():
+            for union, left, _, floors in self._survivors:
+                floors[(union == result) & (left == part)] = price
+        self._survivors = self._within_reach(self._survivors, limit * (1 + 1e-9) + 1)
+        return sum([len(block[0]) for block in self._survivors])
+
+    def _within_reach(self, blocks: list[_Block], highest: float) -> list[_Block]:
+        """Return the steps of trees with a score of at most `highest`, and find the best tree and its score again."""
+        self._inside, self._left = self._best_trees(reversed(blocks))
+        # Steps of trees of a higher score than is known may be missing.
+        self.least = max(self.least, min(float(self._inside[self.network.everything]), self._known))
+        return self._within(blocks, highest, self._inside)[0]
+
+    def _sharpen(self, blocks: list[_Block], highest: float) -> list[_Block]:
+        """Return the steps of trees with a score of at most `highest`: of few steps more is found out.
+
+        Args:
+            blocks: steps, those into large sets first.
+            highest: the score.
+        """
+        if self.bounds.more is None or self.bounds.objective != "time" or not blocks:
+            return blocks
+        union, left, right, _ = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        floors = self._floors("time", union, left, right, True)
+        ends = np.cumsum([len(block[0]) for block in blocks])[:-1]
+        sharper = [(*block[:3], part) for block, part in zip(blocks, np.split(floors, ends), strict=True)]
+        return self._within_reach(sharper, highest)
+
+    def _within(self, blocks: Iterable[_Block], highest: float, inside: Any) -> tuple[list[_Block], Any]:
+        """Return the steps of trees with a score of at most `highest`, and the least score of a tree with each.
+
+        Args:
+            blocks: steps, those into large sets first.
+            highest: the score.
+            inside: the least score of a tree of each set.
+        """
+        outside = np.full(len(inside), np.inf)
+        outside[self.network.everything] = 0.0
+        left_over: list[_Block] = []
+        totals: list[Any] = [np.zeros(0)]
+        for union, left, right, floors in blocks:
+            above = outside[union] + floors
+            total = above + inside[left] + inside[right]
+            some = np.flatnonzero(total <= highest)
+            if len(some):
+                union, a, b, above = union[some], left[some], right[some], above[some]
+                np.minimum.at(outside, a, above + inside[b])
+                np.minimum.at(outside, b, above + inside[a])
+                left_over.append((union, a, b, floors[some]))
+                totals.append(total[some])
+        return left_over, np.concatenate(totals)
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right in reversed(self._survivors):
+        for union, left, right, floors in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
             edges = [Edge(result, (a, b), 0) for result, a, b in columns]
-            # Of few steps more is found out.
-            set_keys(edges, [self._floors(name, union, left, right, True) for name in self.bounds.objectives])
+            others = self.bounds.objectives[1:]
+            set_keys(edges, [floors, *(self._floors(name, union, left, right, True) for name in others)])
             yield from edges
 
-    def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _greedy_score(self) -> float:
+        """Return the score, by bounds, of a tree that multiplies the two values next whose product adds least."""
+        elements, parts, score = self._values.elements, 1 << np.arange(self.operands), float(self._leaves.sum())
+        steps = []
+        while len(parts) > 1:
+            first, second = np.triu_indices(len(parts), 1)
+            a, b = parts[first], parts[second]
+            best = np.argmin(elements[a | b] - elements[a] - elements[b])
+            steps.append((a[best], b[best]))
+            parts = np.append(np.delete(parts, [first[best], second[best]]), a[best] | b[best])
+        left, right = np.array(steps).T
+        return score + float(self._floors(self.bounds.objective, left | right, left, right).sum())
+
+    def _bound_sets(self) -> Any:
+        """Return what any tree with the value of each set costs at least: the value is written, and read again."""
+        bounds, everything = self.bounds, self.network.everything
+        elements = np.where(np.arange(everything + 1) & np.arange(-1, everything), self._values.elements, 0.0)
+        elements[everything] = 0.0  # of operands and the result, which all trees have, nothing is said
+        steps = self.operands - 1 + bounds.gradient_operands.bit_count()
+        return value_floor(bounds.objective, bounds.device, bounds.dtype, elements, self._wanted, steps)
+
+    def _bounded_blocks(self, reverse: bool = False) -> Iterator[_Block]:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
+        good = self._least_of_sets <= self.limit * (1 + 1e-9) + 1
         blocks: list[tuple[Any, Any, Any]] = []
-        for block in split_blocks(self.operands, reverse):
+        for block in split_blocks(self.operands, reverse, good):
             blocks.append(block)
-            if sum([left.size for _, left, _ in blocks]) >= BLOCK:
+            if sum([len(union) for union, _, _ in blocks]) >= BLOCK:
                 yield from self._bound(blocks)
                 blocks = []
         yield from self._bound(blocks)
 
-    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _bound(self, blocks: Sequence[tuple[Any, Any, Any]]) -> Iterator[_Block]:
         """Yield blocks with the bounds of their splits. Bounding all of them at once takes less time if they are small.
 
         Args:
@@ -198,16 +318,20 @@ class VectorListing:
         """
         if not blocks:
             return
-        unions = [np.repeat(union, left.shape[1]) for union, left, _ in blocks]
-        lefts, rights = [left.ravel() for _, left, _ in blocks], [right.ravel() for _, _, right in blocks]
-        union, left, right = (np.concatenate(parts) for parts in (unions, lefts, rights))
+        union, left, right = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         floors = self._floors(self.bounds.objective, union, left, right)
-        ends = np.cumsum([len(part) for part in lefts])[:-1]
-        for (union, left, right), part in zip(blocks, np.split(floors, ends), strict=True):
-            bounded = (union, left, right, part.reshape(left.shape))
+        ends = np.cumsum([len(union) for union, _, _ in blocks])[:-1]
+        for block, part in zip(blocks, np.split(floors, ends), strict=True):
+            bounded = (*block, part)
             if self.operands <= KEPT_OPERANDS:
                 self._kept.append(bounded)
             yield bounded
+
+    def _orders_of(self, operands: Any, copies: bool) -> Order:
+        if copies and self.bounds.orders is not None:
+            return self.bounds.orders.of_sets(operands)
+        known = operands & (operands - 1) != 0
+        return UNKNOWN._replace(known=known, own=~known)
 
     def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
         bounds, values = self.bounds, self._values
@@ -215,9 +339,19 @@ class VectorListing:
         terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
         sets = (values.axes[left], values.axes[right], values.axes[union])
-        in_order = (left & (left - 1) != 0, right & (right - 1) != 0, True)
-        more = launches_of(bounds, sets, in_order, self.network.wide, np, copies)
+        if bounds.more is None:
+            more = (0.0, 0.0, 0.0)
+        else:
+            orders = (self._orders_of(left, copies), self._orders_of(right, copies), NETWORK)
+            gradients = bool(bounds.gradient_operands)
+            more = launches_of(bounds.more, sets, orders, self.network.wide, gradients, np, copies)
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
+
+
+def _rows(block: _Block, some: Any) -> _Block:
+    """Return some of the steps of a block."""
+    union, left, right, floors = block
+    return union[some], left[some], right[some], floors[some]
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:
