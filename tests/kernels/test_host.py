@@ -42,7 +42,7 @@ def stand_in():
     reused = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
-    names = ["seed_prepared", "seed_sorted", "replayed", "unprepared", "places", "told"]
+    names = ["seed_prepared", "seed_sorted", "replayed", "aligned", "unprepared", "places", "told"]
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -76,6 +76,11 @@ def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
 
 def test_replayed_calls_read_their_own_arrays(stand_in):
     assert stand_in["replayed"] == [True] * 5
+
+
+def test_kernels_know_whether_arrays_begin_at_multiples_of_16_bytes(stand_in):
+    """Those that were compiled for such arrays read several words at once. A replay keeps compiled kernels of its own."""
+    assert stand_in["aligned"] == [1, 1, 0, 0, 0, 1, 0, 0]
 
 
 def test_sorted_rows_have_no_order(stand_in):
@@ -122,6 +127,7 @@ def card(monkeypatch):
         *itertools.product([0, 1, 200], [1, 7], ["even", "one", "sorted"]),
         (130, 70, "even"),
         (70, 40, "even"),
+        (64, 4, "full"),
     ],
 )
 def test_rows_are_sorted_and_cut(monkeypatch, rows, groups, skew):
@@ -136,13 +142,13 @@ def test_rows_are_sorted_and_cut(monkeypatch, rows, groups, skew):
         monkeypatch.setattr(triton_grouping, name, value)
     random = np.random.default_rng(rows + groups)
     q = np.full(rows, groups // 2) if skew == "one" else random.integers(0, groups + 1, rows)
-    q = np.sort(q) if skew == "sorted" else q
+    q = np.sort(q) if skew == "sorted" else np.arange(rows) // 16 if skew == "full" else q
     starts = np.searchsorted(np.sort(q), np.arange(groups + 1))
     order, offsets = triton_grouping.sort_rows(torch.from_numpy(q), groups)
     assert order.tolist() == np.argsort(q, kind="stable").tolist()
     assert offsets.tolist() == starts.tolist()
     ends = [*starts[1:], rows]
-    inner, step = (1, 16) if skew == "even" else (3, 8)
+    inner, step = (1, 16) if skew in ("even", "full") else (3, 8)
     for drops, empty in ((False, True), (True, False)):
         tasks, expected, part_starts = (
             triton_grouping.cut_tasks(offsets, rows, groups, inner, step, drops, empty),
