@@ -405,12 +405,27 @@ def test_a_site_that_cannot_run_again_is_predicted(torch, monkeypatch):
     """What the calls raise when they run again is no error of the program."""
 
     def fail(step, values):
-        raise MemoryError
+        raise MemoryError("no room\nfor it")
 
-    monkeypatch.setattr("planner.audits.measure.replay", fail)
     x, c, q = torch.ones(8, 6), torch.ones(5, 6), torch.arange(8) % 5
-    with planner.audit(measure=True) as report:
+    said = "when its calls ran again: MemoryError: no room"
+    with monkeypatch.context() as failing:
+        failing.setattr("planner.audits.measure.replay", fail)
+        with planner.audit(measure=True) as report:
+            for _ in range(2):
+                x * c[q]
+    for shown in (str(report), report.to_html()):
+        assert shown.count(f"{report[0].place}: predicted; {said}") == 1
+        assert "for it" not in shown
+    with monkeypatch.context() as blind:
+        blind.setattr(TorchWatch, "today", lambda *_: None)
+        with planner.audit(measure=True) as unseen:
+            x * c[q]
+    for shown in (str(unseen), unseen.to_html()):
+        assert f"{unseen[0].place}: predicted; not all calls between its arrays and the result were seen" in shown
+    with planner.audit() as asked_for_none:
         x * c[q]
+    assert "predicted;" not in str(asked_for_none)
     (site,) = report
     assert not site.today.measured
     assert site.today.peak_bytes == site.naive.cost.forward.peak_bytes - 8 * 8  # no copy of the index array
