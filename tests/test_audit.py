@@ -207,6 +207,31 @@ def test_measured_bytes_are_those_of_the_program(torch, arrays, name, tmp_path):
     assert all(leaf.grad is None for leaf in leaves)
 
 
+@pytest.mark.parametrize(
+    ("backward", "strides"),
+    [
+        (lambda y: y.sum().backward(), (0, 0, 0)),
+        (lambda y: y.backward(y.new_ones(60, 9, 3).mT), (27, 1, 3)),
+        (lambda y: y.backward(y.new_ones(9).expand(60, 3, 9)), (0, 0, 1)),
+        (lambda y: None, (27, 9, 1)),
+    ],
+)
+def test_gradients_lie_as_those_of_the_program(torch, monkeypatch, backward, strides):
+    """One that is expanded takes three times as long as one that is not, so both calls are measured with it."""
+    given = []
+
+    def watched(forward, inputs, gradient):
+        given.append((gradient.shape, gradient.stride()))
+        return torch_backward_memory(forward, inputs, gradient)
+
+    monkeypatch.setattr("planner.audits.measure.torch_backward_memory", watched)
+    x, w, q = torch.ones(60, 3, 8), torch.ones(5, 8, 9, requires_grad=True), torch.arange(60) % 5
+    with planner.audit(measure=True) as report:
+        backward(torch.bmm(x, w[q]))
+    assert report[0].today.measured
+    assert given == [((60, 3, 9), strides)] * 2
+
+
 def test_what_was_called_runs_again(torch, arrays, tmp_path):
     """The recorded calls of every program compute what it computed."""
     for program, _ in (PROGRAMS | MORE).values():
