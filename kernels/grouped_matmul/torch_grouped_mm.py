@@ -2,8 +2,9 @@
 
 `grouped_mm` reads rows in the order of their groups, so the rows are copied into that order and the results are put
 back. It refuses some layouts, for example addresses that are not a multiple of 16. Rows in these are copied too, and
-the Triton kernel takes such matrices. On NVIDIA's cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the
-groups' sizes to the host. A tiny product finds out, and a card that waits gets the Triton kernel too.
+the Triton kernel takes such matrices. On NVIDIA's cards of capability 9.0 and 10.0 nothing waits for the device; on
+others torch copies the groups' sizes to the host. A tiny product finds out, and a card that waits gets the Triton
+kernel too.
 """
 
 from __future__ import annotations

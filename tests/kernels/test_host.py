@@ -79,7 +79,7 @@ def test_replayed_calls_read_their_own_arrays(stand_in):
 
 
 def test_kernels_know_whether_arrays_begin_at_multiples_of_16_bytes(stand_in):
-    """Those that were compiled for such arrays read several words at once. A replay keeps compiled kernels of its own."""
+    """Compiled for such arrays, they read several words at once. A replay keeps compiled kernels of its own."""
     assert stand_in["aligned"] == [1, 1, 0, 0, 0, 1, 0, 0]
 
 
@@ -104,6 +104,18 @@ def test_where_a_bad_index_is_told(stand_in):
         for name in names:
             assert told.pop(name).startswith(f"index array 'q'[7] is {values}, outside of [-4, 4), the range"), name
     assert not told
+
+
+def test_a_call_that_poisons_is_no_replay_of_one_that_does_not(card, monkeypatch):
+    """Calls of equal shapes and strides differ in what becomes of dropped rows."""
+    a, c, q = torch.ones(40, 1, 8), torch.ones(5, 8, 8), torch.arange(40) % 6
+    keys = []
+    monkeypatch.setattr(triton_grouped, "replayed", lambda key, arrays, run: keys.append(key))
+    groups = torch_grouping.group_rows(q, 5)
+    for each in (groups, dataclasses.replace(groups, poisons=True), dataclasses.replace(groups, drops=False)):
+        triton_grouped.grouped_matmul(a, c, each)
+        triton_grouped.grouped_gradients(a, a, c, each)
+    assert len(set(keys)) == 6
 
 
 def test_what_is_pending_is_raised_at_the_end(stand_in):
