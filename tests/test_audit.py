@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import textwrap
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import run_python
 
 import planner
 from planner.audits.expression import Array, Expression, contract, matmul, multiply, problem_of
+from planner.audits.findings import figure_texts
 from planner.audits.jaxpr import read_jaxpr
 from planner.audits.replay import replay, slots_of
 from planner.audits.report import Audit
@@ -415,6 +417,10 @@ def test_what_was_measured_is_said(torch):
 
     report, page = audited(True), audited(True).to_html()
     assert report[0].today.seconds > report[0].planned.seconds > 0
+    rows = ElementTree.fromstring(Audit((report[0],)).to_html().partition("<tbody>")[2].partition("</tbody>")[0])
+    cells = [(cell.text, cell[0].text) for cell in rows.iter("td") if len(cell)]
+    today, planned = (figure_texts(each, [report[0]]) for each in (report[0].today, report[0].planned))
+    assert cells == list(zip(today, planned, strict=True))
     said = "Time, peak and retained bytes are measured by running each call again."
     assert said in str(report)
     assert said in page
