@@ -197,7 +197,13 @@ class Device:
         return self.half_rate if self.half_rate and dtype in HALF_TYPES else self.flop_rate
 
     def fastest_rate(self, dtype: str) -> float:
-        """Return a rate that no product exceeds. On some cards kernels multiply float32 in parts of bfloat16."""
+        """Return a rate that no product exceeds. On some cards kernels multiply float32 in parts of bfloat16.
+
+        >>> import planner
+        >>> a100 = planner.Device.preset("a100")
+        >>> [f"{rate:.3g}" for rate in (a100.most_rate("float32"), a100.fastest_rate("float32"))]
+        ['1.95e+13', '2.34e+13']
+        """
         by_parts = self.half_rate * PARTS_SHARE if self.capability and dtype == "float32" else 0.0
         return max(self.most_rate(dtype), by_parts)
 
