@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import textwrap
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import run_python
 
 import planner
 from planner.audits.expression import Array, Expression, contract, matmul, multiply, problem_of
+from planner.audits.findings import figure_texts
 from planner.audits.jaxpr import read_jaxpr
 from planner.audits.replay import replay, slots_of
 from planner.audits.report import Audit
@@ -207,6 +209,31 @@ def test_measured_bytes_are_those_of_the_program(torch, arrays, name, tmp_path):
     assert all(leaf.grad is None for leaf in leaves)
 
 
+@pytest.mark.parametrize(
+    ("backward", "strides"),
+    [
+        (lambda y: y.sum().backward(), (0, 0, 0)),
+        (lambda y: y.backward(y.new_ones(60, 9, 3).mT), (27, 1, 3)),
+        (lambda y: y.backward(y.new_ones(9).expand(60, 3, 9)), (0, 0, 1)),
+        (lambda y: None, (27, 9, 1)),
+    ],
+)
+def test_gradients_lie_as_those_of_the_program(torch, monkeypatch, backward, strides):
+    """One that is expanded takes three times as long as one that is not, so both calls are measured with it."""
+    given = []
+
+    def watched(forward, inputs, gradient):
+        given.append((gradient.shape, gradient.stride()))
+        return torch_backward_memory(forward, inputs, gradient)
+
+    monkeypatch.setattr("planner.audits.measure.torch_backward_memory", watched)
+    x, w, q = torch.ones(60, 3, 8), torch.ones(5, 8, 9, requires_grad=True), torch.arange(60) % 5
+    with planner.audit(measure=True) as report:
+        backward(torch.bmm(x, w[q]))
+    assert report[0].today.measured
+    assert given == [((60, 3, 9), strides)] * 2
+
+
 def test_what_was_called_runs_again(torch, arrays, tmp_path):
     """The recorded calls of every program compute what it computed."""
     for program, _ in (PROGRAMS | MORE).values():
@@ -390,6 +417,10 @@ def test_what_was_measured_is_said(torch):
 
     report, page = audited(True), audited(True).to_html()
     assert report[0].today.seconds > report[0].planned.seconds > 0
+    rows = ElementTree.fromstring(Audit((report[0],)).to_html().partition("<tbody>")[2].partition("</tbody>")[0])
+    cells = [(cell.text, cell[0].text) for cell in rows.iter("td") if len(cell)]
+    today, planned = (figure_texts(each, [report[0]]) for each in (report[0].today, report[0].planned))
+    assert cells == list(zip(today, planned, strict=True))
     said = "Time, peak and retained bytes are measured by running each call again."
     assert said in str(report)
     assert said in page
@@ -405,12 +436,27 @@ def test_a_site_that_cannot_run_again_is_predicted(torch, monkeypatch):
     """What the calls raise when they run again is no error of the program."""
 
     def fail(step, values):
-        raise MemoryError
+        raise MemoryError("no room\nfor it")
 
-    monkeypatch.setattr("planner.audits.measure.replay", fail)
     x, c, q = torch.ones(8, 6), torch.ones(5, 6), torch.arange(8) % 5
-    with planner.audit(measure=True) as report:
+    said = "when its calls ran again: MemoryError: no room"
+    with monkeypatch.context() as failing:
+        failing.setattr("planner.audits.measure.replay", fail)
+        with planner.audit(measure=True) as report:
+            for _ in range(2):
+                x * c[q]
+    for shown in (str(report), report.to_html()):
+        assert shown.count(f"{report[0].place}: predicted; {said}") == 1
+        assert "for it" not in shown
+    with monkeypatch.context() as blind:
+        blind.setattr(TorchWatch, "today", lambda *_: None)
+        with planner.audit(measure=True) as unseen:
+            x * c[q]
+    for shown in (str(unseen), unseen.to_html()):
+        assert f"{unseen[0].place}: predicted; not all calls between its arrays and the result were seen" in shown
+    with planner.audit() as asked_for_none:
         x * c[q]
+    assert "predicted;" not in str(asked_for_none)
     (site,) = report
     assert not site.today.measured
     assert site.today.peak_bytes == site.naive.cost.forward.peak_bytes - 8 * 8  # no copy of the index array

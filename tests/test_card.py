@@ -176,3 +176,15 @@ def test_a_machine_without_a_card_is_told_so(tmp_path):
     assert run.returncode == 1
     assert "torch sees no card here; --smoke runs tiny sizes on the CPU" in said
     assert not list(tmp_path.glob("*.md"))
+
+
+def test_sums_by_parts_keep_their_16_terms(torch):
+    """Whatever the sweep changes: sums of more terms on tensor cores would be less accurate."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from planner.bench.cards.sweep import CHANGES, with_tiles
+    from planner.kernels.tiled_product.triton_tiles import tiles_of
+
+    for change in CHANGES:
+        with with_tiles(change, "bf16x6"):
+            assert tiles_of("rows", 64, 512, 1024, 4, "bf16x6").k == 16
+            assert tiles_of("rows", 64, 512, 1024, 4, "ieee").k == change.get("k", 16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import planner
 from planner.bench.planning import dense
-from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
+from planner.cost.device import A100, CPU, GPU, H100, TPU_V5E, Device
 from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.cost.products import CLASSES
@@ -34,7 +34,7 @@ SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
 RATES = st.sampled_from((1e6, 1e9, 1e10, 1e11, 1e13, float("inf")))
 # Rates that no preset has: slow products beside a fast memory, and the other way round.
 DEVICES = st.one_of(
-    st.sampled_from((CPU, GPU, H100, TPU_V5E)),
+    st.sampled_from((CPU, GPU, A100, H100, TPU_V5E)),
     st.builds(
         Device,
         name=st.just("drawn"),
@@ -49,6 +49,7 @@ DEVICES = st.one_of(
         take_row_seconds=st.sampled_from((0.0, 5e-9)),
         add_row_seconds=st.sampled_from((0.0, 4e-8)),
         kind=st.sampled_from(("cpu", "cuda")),
+        capability=st.sampled_from((0, 90)),
         products=st.one_of(
             st.just(()),
             st.integers(0, 2**32).map(
@@ -187,3 +188,16 @@ def test_steps_of_trees_within_a_limit_are_all_listed(backend, objective):
             counts = [sum(len(block[0]) for block in listing._kept) for listing in (some, everything)]
             left_out += counts[0] < counts[1]
     assert left_out >= 5
+
+
+@pytest.mark.parametrize("device", ["a100", "l40s", "h100", "h200", "b200", "mi300x"])
+@pytest.mark.parametrize("spec", ["ij,ik,il,jk,jl,kl->ij", "kbde,embd->mbk", "ij,jk->ik"])
+def test_the_bound_of_a_large_contraction_on_a_card_holds(device, spec):
+    """Kernels that multiply float32 in parts of bfloat16 are faster than the card's float32 rate."""
+    axes = dict.fromkeys(spec.partition("->")[0].replace(",", ""), 8192 if "b" not in spec else 128)
+    shapes = [[axes[axis] for axis in term] for term in spec.partition("->")[0].split(",")]
+    operands = [planner.Operand(shape, "float32", requires_grad=True) for shape in shapes]
+    for backend in installed_frameworks():
+        if backend != "numpy":
+            cost = planner.plan(spec, *operands, backend=backend, device=device).cost
+            assert cost.bound <= cost.seconds * (1 + 1e-9)

@@ -26,7 +26,7 @@ from planner.backends.common.kernel_rows import (
 )
 from planner.backends.torch.ops import OPS
 from planner.backends.torch.products import copied_form
-from planner.cost.device import Device
+from planner.cost.device import PARTS_SHARE, Device
 from planner.cost.figures import Work
 from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
@@ -58,8 +58,6 @@ LAUNCHES = 1
 # The kernels' share of the published rates, by bytes of an element. They are estimates, as all of this is until it ran
 # on a card: those of 16 bits wait for their loads.
 _SHARES = {2: 0.45, 4: 0.5, 8: 0.5}
-# Products of bfloat16 for one of float32, see `planner.kernels.tiled_product.triton_arithmetic`.
-_PARTS = 6
 # Rows of a tile: on average half of a group's last tile is padding.
 _TILE_ROWS = 64
 # Operators around torch's grouped product: a take, the groups' ends, a mask in two steps, a fill, and a copy back.
@@ -87,7 +85,7 @@ def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> flo
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
     rate = device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
     if dtype == "float32" and multiplies_by_parts(sides[2], device.capability):
-        parts = device.product_rate(*sides, dtype="bfloat16") * _SHARES[2] / _PARTS
+        parts = device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE
         rate = max(rate, parts)  # unless a setting refuses it
     return rate
 

@@ -22,7 +22,7 @@ from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import REGISTERS, Rows, Runs, quotient, row_places, sum_rows
 from planner.kernels.tiled_product.triton_axes import Axis, packed
-from planner.kernels.tiled_product.triton_product import position
+from planner.kernels.tiled_product.triton_product import pieces_of, position
 
 __all__ = ["dot_rows", "dots_kernel", "gradients", "pool_gradient", "query_gradient", "scores"]
 
@@ -52,7 +52,7 @@ def dots_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         ONE_D: whether a tile covers the depth.
     """
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    tiles_k = tl.cdiv(keys, BLOCK_K)
+    tiles_k = pieces_of(keys, BLOCK_K)
     query = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     entry = quotient(query, queries, NARROW)
     k = (tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)

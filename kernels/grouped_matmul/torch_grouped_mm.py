@@ -1,9 +1,10 @@
 """Grouped products on CUDA by torch's own `grouped_mm`. The package states the contract, here without source or target.
 
 `grouped_mm` reads rows in the order of their groups, so the rows are copied into that order and the results are put
-back. It refuses matrices in some layouts, for example at addresses that are not a multiple of 16. The Triton kernel
-takes those. On NVIDIA's cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the
-groups' sizes to the host. A tiny product finds out, and a card that waits gets the Triton kernel too.
+back. It refuses some layouts, for example addresses that are not a multiple of 16. Rows in these are copied too, and
+the Triton kernel takes such matrices. On NVIDIA's cards of capability 9.0 and 10.0 nothing waits for the device; on
+others torch copies the groups' sizes to the host. A tiny product finds out, and a card that waits gets the Triton
+kernel too.
 """
 
 from __future__ import annotations
@@ -44,13 +45,19 @@ def grouped_gradients(gout: Tensor, a: Tensor, c: Tensor, groups: Groups) -> tup
 
 def _takes(c: Tensor) -> bool:
     """Whether `grouped_mm` takes matrices in this layout: row- or column-major, in multiples of 16 bytes."""
-    size = c.element_size()
-    strides = [c.stride(d) for d in range(3) if c.shape[d] > 1]
     # While a graph is captured nothing can be tried: then it is taken to run, as on all cards that plans use it for.
     if c.is_cuda and not torch.cuda.is_current_stream_capturing() and _waits(c.device):
         return False
-    by_lines = c.stride(2) == 1 and c.stride(1) >= c.shape[2] or c.stride(1) == 1 and c.stride(2) >= c.shape[1]
-    return by_lines and c.data_ptr() % 16 == 0 and all(x == 1 or (x * size) % 16 == 0 and x > 0 for x in strides)
+    return _lies_well(c)
+
+
+def _lies_well(x: Tensor) -> bool:
+    """Whether matrices lie by rows or by columns, and begin at multiples of 16 bytes, as all of their lines do."""
+    (rows, columns), (outer, inner) = x.shape[-2:], x.stride()[-2:]
+    by_lines = inner == 1 and outer >= columns or outer == 1 and inner >= rows
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    aligned = all(stride == 1 or (stride * x.element_size()) % 16 == 0 and stride > 0 for stride in strides)
+    return by_lines and aligned and x.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -73,8 +80,9 @@ def _kernels() -> Any:
 
 
 def _sort_rows(x: Tensor, groups: Groups) -> Tensor:
-    """Return rows in the order of their groups, as one matrix; they are copied unless they are in that order."""
-    return (x if groups.order is None else x.index_select(0, groups.order)).reshape(-1, x.shape[2])
+    """Return rows in the order of their groups, as one matrix; copied unless they are, and lie as torch takes them."""
+    rows = (x if groups.order is None else x.index_select(0, groups.order)).reshape(-1, x.shape[2])
+    return rows if _lies_well(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _ends(groups: Groups, inner: int) -> Tensor:

@@ -295,7 +295,7 @@ def terms_product(
 def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> tuple[Tiles, str]:
     """Return the tiles of a product, and how float32 is multiplied."""
     x = operands[0].x
-    tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
+    tables = any(axis.table is not None for operand in operands for axis in operand[1:])
     how = precision(x, k)
     return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling), how
 
@@ -322,11 +322,11 @@ def _launch(
     starts = grouping.starts if drops == 2 and mode == "terms" else None
     arguments = (
         *a.flat, *b.flat, *out.flat, packed(grouping.order), starts, *tables,
-        groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
+        groups, inner, m, k, n,
     )  # fmt: skip
     launch(
         product_kernel, count * triton.cdiv(n, tiles.n), arguments,
         MODE=mode, DROPS=int(drops), PRECISION=how, INDEX=index_type(max(m, k), tables[2], a.x, b.x, out.x),
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, ONE_K=k <= tiles.k,
         num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip

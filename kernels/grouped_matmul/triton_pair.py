@@ -31,7 +31,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
     order, starts, tasks, most, parts, groups, rows, inner, size_m, size_n,
     DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
 
@@ -150,8 +150,7 @@ def both_gradients(
     launch(
         pair_kernel, tasks.most, arguments,
         DROPS=drops, PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
-        num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip
     if parts is not None:
         add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

@@ -25,7 +25,7 @@ from planner.kernels.grouping.torch_grouping import Groups, accumulator
 from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_axes import Axis, axis_of, packed
-from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, position
+from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, pieces_of, position
 
 __all__ = ["REGISTERS", "Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
 
@@ -104,7 +104,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         NARROW: whether row numbers have 32 bits.
     """
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    tiles_n = tl.cdiv(size_n, BLOCK_N)
+    tiles_n = pieces_of(size_n, BLOCK_N)
     which = (tl.program_id(0) // tiles_n).to(tl.int64)
     n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31

@@ -52,13 +52,12 @@ def axis_of(x: Tensor, dims: Sequence[int]) -> Axis:
 
 
 class Matrices(NamedTuple):
-    """An operand as product kernels read it, `x[outer, inner, column]`; `batch` is the stride between batch entries."""
+    """An operand as product kernels read it, `x[outer, inner, column]`."""
 
     x: Tensor
     outer: Axis
     inner: Axis
     column: Axis
-    batch: int = 0
 
     @classmethod
     def of(cls, x: Tensor, rows: Tensor | None = None) -> Matrices:
@@ -74,7 +73,7 @@ class Matrices(NamedTuple):
     @property
     def flat(self) -> list[Any]:
         """The kernel's arguments for this operand."""
-        return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
+        return [self.x, *(part for axis in self[1:] for part in axis.flat)]
 
 
 class Grouping(NamedTuple):
@@ -84,14 +83,12 @@ class Grouping(NamedTuple):
         order: row numbers sorted by group; None if the rows are sorted already.
         starts: where each group begins in `order`, and where the dropped rows do.
         groups: number of groups, without the group of dropped rows.
-        batch_groups: groups per batch entry; None if there is no batch.
         made: the groups that this was made of; they keep tables of tasks.
     """
 
     order: Tensor | None
     starts: Tensor | None
     groups: int
-    batch_groups: int | None = None
     made: Groups | None = None
 
     @classmethod

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from planner.kernels.tiled_product.triton_arithmetic import add_product, joined
 
-__all__ = ["add_parts_kernel", "group_of", "position", "product_kernel", "program_place"]
+__all__ = ["add_parts_kernel", "group_of", "pieces_of", "position", "product_kernel", "program_place"]
 
 # Tiles of rows whose programs run side by side and share the columns of `b` in the cache.
 _NEIGHBOURS = tl.constexpr(8)
@@ -34,6 +34,12 @@ def position(index, table, mask, INDEX: tl.constexpr = tl.int64):  # type: ignor
         return tl.load(table + index, mask=mask, other=-1).to(INDEX)
     else:
         return index.to(INDEX)
+
+
+@triton.jit
+def pieces_of(size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many tiles cover an axis. `tl.cdiv` would add to the size, beyond 2^31 for the largest of 32 bits."""
+    return (size - 1) // BLOCK + 1
 
 
 @triton.jit
@@ -65,9 +71,9 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     b, b_outer_table, b_outer, b_inner_table, b_inner, b_column_table, b_column,
     out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
     order, starts, tasks, most, parts,
-    groups, batch_groups, a_batch, b_batch, inner, size_m, size_k, size_n,
+    groups, inner, size_m, size_k, size_n,
     MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ONE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile; see the module.
 
@@ -79,8 +85,6 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         most: ("rows", "terms") number of tasks.
         parts: ("terms") sums of the pieces of groups that are cut, `(slots, size_m, size_n)`; None if none is cut.
         groups: number of groups; ("plain") size of the batch.
-        batch_groups, a_batch, b_batch: ("rows", "terms") groups per batch entry (all groups if there is no batch), and
-            the strides between batch entries.
         inner: ("rows", "terms") size of the axis i.
         size_m, size_k, size_n: sizes of the axes m, k, n; an axis that stands for rows and i has the size of both.
         DROPS: ("rows") 0 if no row is dropped; else the last group holds dropped rows, whose products are zero for 1
@@ -88,16 +92,15 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             number of matrices, and a batch entry for which the table of `b` names no matrix is zero.
         PRECISION: how products are formed, see `triton_arithmetic`.
         INDEX: type of positions and offsets, int32 if all of them fit, else int64.
-        CHUNK: ("rows") tiles of rows per task; ("terms") steps of BLOCK_K per task.
         ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: then `b` is read once for all tiles.
     """
     wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    tile_of_rows, tile_n = program_place(tl.cdiv(size_n, BLOCK_N))
+    tile_of_rows, tile_n = program_place(pieces_of(size_n, BLOCK_N))
     tile = tile_of_rows.to(INDEX)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
     b_n = position(n, b_column_table, n_there, INDEX) * b_column
-    tiles_m = tl.cdiv(size_m, BLOCK_M)
+    tiles_m = pieces_of(size_m, BLOCK_M)
     terms = size_k
     if MODE == "plain":
         group = tile // tiles_m
@@ -122,17 +125,16 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         start = tile * 0  # terms are counted through all groups
         first = tl.load(tasks + most + tile).to(INDEX)
         last = first + tl.load(tasks + 2 * most + tile).to(INDEX)
-        a_group = (group // batch_groups) * a_batch
-        b_group = (group // batch_groups) * b_batch
         if MODE == "rows":
-            of_entry = group % batch_groups
-            b_group += position(of_entry, b_outer_table, group >= 0, INDEX) * b_outer
+            named = group >= 0
             if DROPS:
-                terms = tl.where(group < groups - 1, size_k, 0)
+                named = group < groups - 1
+                terms = tl.where(named, size_k, 0)
+            b_group = position(group, b_outer_table, named, INDEX) * b_outer
     if MODE == "terms":
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
-        a_m = a_group + position(m, a_column_table, m_there, INDEX) * a_column
+        a_m = position(m, a_column_table, m_there, INDEX) * a_column
         total = tl.zeros((BLOCK_M, BLOCK_N), wide)
         low = total
         for at in range(first, last, BLOCK_K):
@@ -148,11 +150,11 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             # Triton 3.6 cannot compile a look-up in a table whose mask depends on another look-up.
             there = there & (a_row >= 0) & (b_row >= 0)
             x = tl.load(a + a_m[:, None] + a_k[None, :], mask=m_there[:, None] & there[None, :], other=0.0)
-            y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
+            y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
             total, low = add_product(x, y, total, low, PRECISION)
         total = joined(total, low, PRECISION)
         if DROPS == 2:
-            total = tl.where(tl.load(starts + groups) * inner < size_k, float("nan"), total)
+            total = tl.where(tl.load(starts + groups).to(INDEX) * inner < size_k, float("nan"), total)
         inside = m_there[:, None] & n_there[None, :]
         if parts is not None:
             slot = tl.load(tasks + 3 * most + tile).to(INDEX)
@@ -182,7 +184,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 reads = m_there
                 if a_outer_table is not None:
                     reads = m_there & (a_row >= 0)
-                a_m = a_group + a_row * a_outer + position(m, a_inner_table, m_there, INDEX) * a_inner
+                a_m = a_row * a_outer + position(m, a_inner_table, m_there, INDEX) * a_inner
                 out_m = position(row, out_outer_table, m_there, INDEX) * out_outer
             else:
                 reads = m_there

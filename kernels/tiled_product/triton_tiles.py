@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
     """The tiles of one product.
 
     Attributes:
-        m, n, k: sides of a tile: powers of two, at least 16.
+        m, n, k: sides of a tile: powers of two, at least 16; k is 16 where float32 is multiplied by parts.
         chunk: tiles along the grouped axis per program.
         warps: warps per program.
         stages: stages of the loads' software pipeline.
@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
 
 
 # The largest tiles, by arithmetic and mode. With them kernels spill no registers on cards from sm_80 to sm_120, and all
-# stages fit 99 KiB of shared memory. At least two programs run on a multiprocessor at once, except where a side is 128
-# and for both gradients in float64. `tests/kernels/test_triton.py` compiles them.
+# stages fit 99 KiB of shared memory. `tests/kernels/test_triton.py` compiles them; docs/benchmarks/triton.md says how
+# many programs run on a multiprocessor at once: one where a side is 128, and of some with 8 warps in float32, float64.
 _LARGEST = {
     ("half", "rows"): Tiles(128, 128, 64, warps=8, stages=3),
     ("half", "plain"): Tiles(128, 128, 64, warps=8, stages=3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -14,13 +13,22 @@ from planner.audits.measure import measure_site
 from planner.audits.sites import Call, Figures, Place, Record
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
+from planner.language.resolve import shorten
 from planner.language.spec import term_axes, term_gathers
 from planner.language.units import bytes_text, seconds_text
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 
-__all__ = ["Site", "calls_text", "figure_texts", "find_sites", "instead_of", "source_of_figures"]
+__all__ = [
+    "Site",
+    "calls_text",
+    "figure_texts",
+    "find_sites",
+    "instead_of",
+    "source_of_figures",
+    "why_predicted",
+]
 
 # What a change must save to be named: a tenth of the time, and so many seconds in all calls; or a tenth of the peak or
 # of the retained bytes of a call, and so many bytes.
@@ -47,6 +55,7 @@ class Site:
         shapes: how many shapes these calls had. The figures and the plan are those of one: of the shape that takes the
             most time in all its calls, among those that planner would change if there are any.
         backward: whether JAX derived the call from that line, for a gradient. It changes with the line.
+        unmeasured: why its figures are predicted, if they should have been measured; else "".
         spec: the contraction in planner's language; the code reads rows where it has brackets.
         code: the call to write instead, "" if `backward`. Names that the audit did not find are `x0`, `x1` and so on.
         plan: the plan of that call.
@@ -64,6 +73,7 @@ class Site:
     planned: Figures
     shapes: int = 1
     backward: bool = False
+    unmeasured: str = ""
 
     @functools.cached_property
     def naive(self) -> Plan:
@@ -122,9 +132,15 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
             continue
         first = calls[0]
         figures = [_predicted(chosen.naive, _copied_today(chosen.naive, first.function)), _predicted(chosen)]
-        if measure and first.today is not None:
-            with contextlib.suppress(Exception):  # then the figures are predicted
+        reason = ""
+        if measure and first.today is None:
+            reason = "not all calls between its arrays and the result were seen"
+        elif measure and first.today is not None:
+            try:
                 figures = measure_site(problem, first.today, chosen, figures)
+            except Exception as error:  # of the program's own calls: no audit stops a program
+                said = str(error).strip().partition("\n")[0]
+                reason = f"when its calls ran again: {type(error).__name__}{f': {said}' * bool(said)}"
         site = Site(
             first.place,
             first.function,
@@ -135,6 +151,7 @@ def find_sites(record: Record, backend: str, measure: bool) -> tuple[tuple[Site,
             today=figures[0],
             planned=figures[1],
             backward=first.backward,
+            unmeasured=reason,
         )
         code = dataclasses.replace(problem, sizes={}).code
         lines.setdefault((first.place, first.function, first.backward, code), []).append(site)
@@ -207,6 +224,15 @@ def instead_of(site: Site, sites: Sequence[Site]) -> str:
     said = f"backward of line {line}: goes when line {line} is changed"
     forward = [other.code for other in sites if other.place == site.place and other.code and not other.wasteful]
     return f"{said}, to {forward[0]}" if forward else said
+
+
+def why_predicted(sites: Sequence[Site]) -> list[str]:
+    """Say of sites whose figures should have been measured why they are predicted: a line for each reason."""
+    places: dict[str, list[str]] = {}
+    for site in sites:
+        if site.unmeasured:
+            places.setdefault(shorten(site.unmeasured), []).append(str(site.place))
+    return [f"{', '.join(dict.fromkeys(found))}: predicted; {reason}" for reason, found in places.items()]
 
 
 def source_of_figures(sites: Sequence[Site]) -> str:

@@ -29,8 +29,10 @@ from planner.tune.timing import timed
 
 __all__ = ["measure_site"]
 
-# Both calls run in turn: so many times at least and at most, and in between for so many seconds together.
-_LEAST, _MOST, _SECONDS = 9, 200, 0.3
+# Both calls run in turn: so many times at least and at most, and in between for so many seconds together. In a turn a
+# call runs so many times, after one that is not counted: the system takes back memory that the other call freed, and a
+# call that touches it anew may take twice as long. Steps of a program reuse most of theirs.
+_LEAST, _MOST, _SECONDS, _TURN = 9, 200, 0.3, 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class _Trial:
 def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence[Figures]) -> list[Figures]:
     """Run what a program calls today, and the line to write instead, in turn. Return the medians of their times.
 
-    Operands are random numbers. Index arrays are those of the program if they were kept, else random rows.
+    Operands are random numbers. Index arrays are those of the program if they were kept, else random rows. Gradients of
+    the result have the strides that they had in the program.
 
     Args:
         problem: the contraction.
@@ -70,13 +73,13 @@ def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence
     wanted = {array.identity for array in problem.operands if array.operand.requires_grad}
     trial = {"torch": _torch_trial, "jax": _jax_trial}[plan.backend]
     with today.context():
-        trials = [trial(call, values, wanted) for call in (functools.partial(replay, today.step), change)]
-        for each in trials:
-            each.run()
+        calls = functools.partial(replay, today.step), change
+        trials = [trial(call, values, wanted, today.gradients[:1]) for call in calls]
         found: list[list[float]] = [[], []]
         while len(found[1]) < _LEAST or (len(found[1]) < _MOST and sum(map(sum, found)) < _SECONDS):
             for each, times in zip(trials, found, strict=True):
-                times.append(timed(each.run)[1])
+                each.run()
+                times += [timed(each.run)[1] for _ in range(_TURN)]
         # Other programs only lengthen times: the lower quartile tells how far the median may be off.
         quartiles = [statistics.quantiles(times) for times in found]
         memory = [each.memory() for each in trials]
@@ -86,7 +89,12 @@ def measure_site(problem: Problem, today: Today, plan: Plan, predicted: Sequence
     ]
 
 
-def _torch_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, Any], wanted: set[int]) -> _Trial:
+def _torch_trial(
+    call: Callable[[Mapping[int, Any]], Any],
+    values: Mapping[int, Any],
+    wanted: set[int],
+    gradients: Sequence[tuple[int, ...]],
+) -> _Trial:
     import torch
 
     leaves = {each: x.detach().requires_grad_(each in wanted) for each, x in values.items()}
@@ -98,6 +106,9 @@ def _torch_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, 
         return call({each: x if x.requires_grad else x.detach() for each, x in leaves.items()})
 
     ones = torch.ones_like(forward())
+    for strides in gradients if ones.numel() else ():
+        reach = sum((n - 1) * stride for n, stride in zip(ones.shape, strides, strict=True))
+        ones = ones.new_ones(1 + reach).as_strided(ones.shape, strides)
 
     def run() -> None:
         result = forward()
@@ -118,7 +129,12 @@ def _torch_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, 
     return _Trial(run, memory)
 
 
-def _jax_trial(call: Callable[[Mapping[int, Any]], Any], values: Mapping[int, Any], wanted: set[int]) -> _Trial:
+def _jax_trial(
+    call: Callable[[Mapping[int, Any]], Any],
+    values: Mapping[int, Any],
+    wanted: set[int],
+    gradients: Sequence[tuple[int, ...]],
+) -> _Trial:
     import jax
 
     # What a jaxpr computes is all there is, its gradients too: nothing is kept.

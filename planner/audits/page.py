@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures
+from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures, why_predicted
 from planner.inspect.files import save
 from planner.pages.markup import document, fragment, scrolling, tag
 from planner.pages.plan_page import comparison_sections
@@ -33,7 +33,8 @@ def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Elem
     said = ", ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)
     said += f"; planner would change {len(waste)}. {source_of_figures(sites) if sites else ''}"
     yield tag("header", tag("h1", "Audit"), tag("p", said, class_="lead"))
-    yield tag("section", tag("h2", "Sites"), scrolling(_table(sites), "Sites"))
+    reasons = [tag("p", reason) for reason in why_predicted(sites)]
+    yield tag("section", tag("h2", "Sites"), scrolling(_table(sites), "Sites"), *reasons)
     for site in waste[:MOST_PLANS]:
         yield tag(
             "section",

@@ -36,11 +36,13 @@ class Today:
         step: the last call.
         extras: arrays that are no operands of the contraction, such as the one that rows are added into.
         context: what the calls run within, such as autocast.
+        gradients: the strides of the result's gradients in the program, which it adds while it runs.
     """
 
     step: Step
     extras: tuple[Array, ...] = ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    gradients: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures
+from planner.audits.findings import Site, calls_text, figure_texts, instead_of, source_of_figures, why_predicted
 from planner.audits.page import page_of_sites, part_of_sites
 from planner.inspect.text import table_lines
 from planner.language.resolve import shorten
@@ -80,6 +80,7 @@ def audit_text(audit: Audit) -> str:
             label = "  with planner" + f": {site.verdict}" * site.wasteful
             rows.append(["", label, "", *figure_texts(site.planned, audit.sites)])
     lines = [head, *((*table_lines(rows, (0, 1)), source_of_figures(audit.sites)) if audit.sites else ())]
+    lines += why_predicted(audit.sites)
     for site in waste:
         lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {instead_of(site, audit.sites)}"]
     lines += [

@@ -146,11 +146,11 @@ class TorchWatch:
             problem = problem_of(expression, named=named, **rest)
             today = None
             with contextlib.suppress(Exception):
-                today = self.today(problem, result.device.type)
+                today = self.today(problem, result)
             self.problems[key] = problem, today
         return self.record.add(Call(place, function, *self.problems[key]), completes)
 
-    def today(self, problem: Problem, device: str) -> Today | None:
+    def today(self, problem: Problem, result: Any) -> Today | None:
         """Return the calls that computed a problem, cut off from the program's tensors; None if nothing is measured."""
         import torch
 
@@ -177,8 +177,12 @@ class TorchWatch:
         step = cut(self.step)
         if not own <= set(slots_of(step)):
             return None
+        device = result.device.type
         half, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        return Today(step, tuple(extras.values()), lambda: torch.autocast(device, half, enabled, False))
+        today = Today(step, tuple(extras.values()), lambda: torch.autocast(device, half, enabled, False))
+        if result.requires_grad:  # that of a sum is one number, expanded: torch multiplies it three times as slowly
+            result.register_hook(lambda gradient: today.gradients.append(gradient.stride()))
+        return today
 
 
 def _version(x: Any) -> int | None:

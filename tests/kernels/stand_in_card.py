@@ -22,6 +22,7 @@ from planner.backends.torch import checks
 from planner.backends.torch.backend import TorchBackend
 from planner.cost.device import H200
 from planner.kernels.grouped_matmul import triton_grouped
+from planner.kernels.grouping import triton_grouping
 
 SEED = "nij, q[n]jk -> nik"
 # So that small calls run the kernels too.
@@ -32,7 +33,7 @@ class Driver:
     """Devices and streams are numbers. A launch is recorded as (kernel, device, stream)."""
 
     def __init__(self):
-        self.device, self.streams, self.launches, self.bad = 0, {}, [], None
+        self.device, self.streams, self.launches, self.bad, self.compiled = 0, {}, [], None, 0
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -48,6 +49,7 @@ class Driver:
 
     def compile(self, function, *arguments, **_):
         """A compiled kernel that records its launches; one that checks indices finds the bad one that a test sets."""
+        self.compiled += 1
 
         def run(x, y, z, stream, handle, metadata, launch_metadata, enter, leave, *arguments):
             self.launches.append((function.__name__, self.device, stream))
@@ -187,6 +189,29 @@ def replayed():
         triton_grouped.grouped_matmul(x, c, q.groups)
         facts.append([given for given in CARD.given if not isinstance(given, torch.Tensor)])
     return [*found, facts[0] != facts[1]]
+
+
+def aligned():
+    """How many kernels calls compile: on arrays that begin at a multiple of 16 bytes or not, each of them twice.
+
+    First those of a call that is replayed, then of one that is not.
+    """
+    memory, q = torch.ones(4 * 16 + 1), planner.group(torch.arange(4), 4)
+    c, groups = torch.ones(4, 16, 16), q.groups
+    index, check = torch.zeros(9, dtype=torch.int32), checks._Flag(torch.device("cpu"))
+    check = triton_grouping.Check(check.word, check.poison, 0)
+    runs = (
+        lambda at: triton_grouped.grouped_matmul(memory[at : at + 64].view(4, 1, 16), c, groups),
+        lambda at: triton_grouping.check_values(index[at : at + 8], 4, check),
+    )
+    found = []
+    for run in runs:
+        run(0)  # this records the launches; another call starts them from then on
+        for at in (0, 1, 0, 1):
+            before = CARD.compiled
+            run(at)
+            found.append(CARD.compiled - before)
+    return found
 
 
 def unprepared():

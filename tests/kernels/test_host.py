@@ -42,7 +42,7 @@ def stand_in():
     reused = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
-    names = ["seed_prepared", "seed_sorted", "replayed", "unprepared", "places", "told"]
+    names = ["seed_prepared", "seed_sorted", "replayed", "aligned", "unprepared", "places", "told"]
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -78,6 +78,11 @@ def test_replayed_calls_read_their_own_arrays(stand_in):
     assert stand_in["replayed"] == [True] * 5
 
 
+def test_kernels_know_whether_arrays_begin_at_multiples_of_16_bytes(stand_in):
+    """Compiled for such arrays, they read several words at once. A replay keeps compiled kernels of its own."""
+    assert stand_in["aligned"] == [1, 1, 0, 0, 0, 1, 0, 0]
+
+
 def test_sorted_rows_have_no_order(stand_in):
     launches = ["tasks_kernel", "product_kernel"]
     assert stand_in["seed_sorted"] == {"sorted": [True, launches], "not": [False, launches]}
@@ -101,6 +106,18 @@ def test_where_a_bad_index_is_told(stand_in):
     assert not told
 
 
+def test_a_call_that_poisons_is_no_replay_of_one_that_does_not(card, monkeypatch):
+    """Calls of equal shapes and strides differ in what becomes of dropped rows."""
+    a, c, q = torch.ones(40, 1, 8), torch.ones(5, 8, 8), torch.arange(40) % 6
+    keys = []
+    monkeypatch.setattr(triton_grouped, "replayed", lambda key, arrays, run: keys.append(key))
+    groups = torch_grouping.group_rows(q, 5)
+    for each in (groups, dataclasses.replace(groups, poisons=True), dataclasses.replace(groups, drops=False)):
+        triton_grouped.grouped_matmul(a, c, each)
+        triton_grouped.grouped_gradients(a, a, c, each)
+    assert len(set(keys)) == 6
+
+
 def test_what_is_pending_is_raised_at_the_end(stand_in):
     assert "IndexRangeError: index array 'q'[7] is 9, outside of [-4, 4)" in stand_in["stderr"]
 
@@ -122,6 +139,7 @@ def card(monkeypatch):
         *itertools.product([0, 1, 200], [1, 7], ["even", "one", "sorted"]),
         (130, 70, "even"),
         (70, 40, "even"),
+        (64, 4, "full"),
     ],
 )
 def test_rows_are_sorted_and_cut(monkeypatch, rows, groups, skew):
@@ -136,13 +154,13 @@ def test_rows_are_sorted_and_cut(monkeypatch, rows, groups, skew):
         monkeypatch.setattr(triton_grouping, name, value)
     random = np.random.default_rng(rows + groups)
     q = np.full(rows, groups // 2) if skew == "one" else random.integers(0, groups + 1, rows)
-    q = np.sort(q) if skew == "sorted" else q
+    q = np.sort(q) if skew == "sorted" else np.arange(rows) // 16 if skew == "full" else q
     starts = np.searchsorted(np.sort(q), np.arange(groups + 1))
     order, offsets = triton_grouping.sort_rows(torch.from_numpy(q), groups)
     assert order.tolist() == np.argsort(q, kind="stable").tolist()
     assert offsets.tolist() == starts.tolist()
     ends = [*starts[1:], rows]
-    inner, step = (1, 16) if skew == "even" else (3, 8)
+    inner, step = (1, 16) if skew in ("even", "full") else (3, 8)
     for drops, empty in ((False, True), (True, False)):
         tasks, expected, part_starts = (
             triton_grouping.cut_tasks(offsets, rows, groups, inner, step, drops, empty),

@@ -99,3 +99,12 @@ def test_results_are_the_same_whether_rows_are_scattered_or_stored_tile_by_tile(
         np.testing.assert_array_equal(one, other)
     for rows in stored[:2]:
         assert not rows[index == 5].any()
+
+
+def test_rows_of_a_step_on_a_card_are_distinct():
+    """XLA is told so, and scatters them without atomics: lanes without a row have numbers of their own."""
+    groups, tiles = group_rows(jnp.array([1, 0, 2, 1, 0, 3]), 3), jax_tilings.Tiling(4, 2, 3, on_card=True)
+    cut = jax_grouped._make_tiles(groups, tiles)
+    steps = [jax_grouped._step_rows(cut, groups.order, jnp.int32(step), tiles)[1].tolist() for step in range(2)]
+    assert all(len({*rows}) == len(rows) == 8 for rows in steps)
+    assert sorted(row for rows in steps for row in rows if row < 6) == [0, 1, 2, 3, 4]

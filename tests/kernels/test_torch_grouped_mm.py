@@ -1,5 +1,6 @@
 """torch's own grouped product as rows for a card: where it is taken and priced; its values are in `test_grouped.py`."""
 
+import dataclasses
 import types
 
 import pytest
@@ -16,6 +17,7 @@ from planner.cost.device import A100, CPU, H100, H200  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.verdicts import table_verdicts  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
+from planner.kernels.grouping import torch_grouping  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
@@ -131,3 +133,35 @@ def test_steps_that_take_it_are_right(monkeypatch, kind):
     options = {"backend": "torch", "device": "H200", "minimize": "peak", "sizes": {"q": 5}, "index_mode": "drop"}
     plan, indices = planner.plan(SPEC, *given, q=(90,), **options), {"q": torch.randint(0, 6, (90,))}
     assert len(steps_agree(plan, (a, c), indices, gradient, "grouped_mm")) >= 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "offset", "expanded", "by columns"])
+def test_sorted_rows_lie_as_they_like(monkeypatch, kind):
+    """Rows that are in order already are not copied by their order, and torch refuses some layouts of them."""
+    given, product = [], torch.nn.functional.grouped_mm
+
+    def aligned(x, y, offs):
+        given.append(x)
+        assert x.data_ptr() % 16 == 0  # a card asks for that, a CPU does not
+        return product(x, y, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", aligned)
+    q = torch.randint(0, 3, (40,)).sort().values
+    groups = dataclasses.replace(torch_grouping.group_rows(q, 3), order=None)
+    memory = torch.randint(-2, 3, (40 * 24 + 1,)).bfloat16()
+    x = {
+        "plain": memory[: 40 * 16].view(40, 1, 16),
+        "padded": memory[: 40 * 19].view(40, 1, 19)[..., :16],
+        "offset": memory[1 : 40 * 16 + 1].view(40, 1, 16),
+        "expanded": memory[:1].expand(40, 1, 16),
+        "by columns": memory[: 16 * 41].view(16, 1, 41).permute(2, 1, 0)[:40],
+    }[kind]
+    c, other = torch.randint(-2, 3, (3, 16, 8)).bfloat16(), torch.randint(-2, 3, (40, 1, 8)).bfloat16()
+    assert torch.equal(torch_grouped_mm.grouped_matmul(x, c, groups), x @ c[q])
+    sums = torch.zeros(3, 16, 8).index_add_(0, q, (x.mT @ other).float()).bfloat16()
+    assert torch.equal(torch_grouped_mm.grouped_outer(x, other, groups), sums)
+    turned = c.mT.contiguous()
+    rows, matrices = torch_grouped_mm.grouped_gradients(x, other, turned, groups)
+    assert torch.equal(rows, x @ c[q])
+    assert torch.equal(matrices, sums.mT)
+    assert (given[0].data_ptr() == x.data_ptr()) == (kind == "plain")

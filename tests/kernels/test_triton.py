@@ -18,7 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
@@ -36,6 +39,7 @@ from planner.kernels.segment_sum import triton_sum  # noqa: E402
 from planner.kernels.tiled_product import triton_arithmetic  # noqa: E402
 from planner.kernels.tiled_product.triton_arithmetic import precision  # noqa: E402
 from planner.kernels.tiled_product.triton_axes import Axis, Grouping, Matrices  # noqa: E402
+from planner.kernels.tiled_product.triton_product import pieces_of  # noqa: E402
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
@@ -224,6 +228,50 @@ def test_products_in_the_tiles_that_calls_take(monkeypatch, dtype, how, tiling):
         triton_grouped.batched_matmul(a, c[0], out, [[[], [1, 0], [2]], [[], [0], [1]], [[], [0, 1], [2]]], tiling)
         for x, y in zip([*found, out], [*expected, (arrays[0] @ arrays[1][0]).swapaxes(0, 1)], strict=True):
             assert torch.equal(x, torch.from_numpy(y).to(torch_dtype))
+
+
+def test_terms_beyond_2_to_the_31_are_counted_in_64_bits(monkeypatch):
+    """Two rows of 2^30 elements, of which no row is dropped: the sum of the first terms is no NaN."""
+    rows, inner, starts = 2, 2**30, torch.tensor([0, 2], dtype=torch.int32)
+    few = triton_grouping.Tasks(torch.tensor([[0], [0], [16], [-1]]), torch.zeros(2, dtype=torch.int32), 1, 0)
+    monkeypatch.setattr(Grouping, "tasks", lambda *_, **__: few)
+    x, out = torch.ones(1, 1, 1).expand(rows, inner, 1), torch.zeros(1, 1, 1)
+    for kept, expected in ((2, 16.0), (1, math.nan)):
+        starts[1] = kept
+        terms_product(*map(Matrices.of, (x, x, out)), (rows, inner, 1, 1), Grouping(None, starts, 1), 2)
+        assert repr(out.item()) == repr(expected)
+
+
+@triton.jit
+def _count_tiles(out, size, BLOCK: tl.constexpr):  # noqa: N803
+    tl.store(out, pieces_of(size, BLOCK))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 2**31 - 65, 2**31 - 64, 2**31 - 1, 2**31, 2**33 + 1])
+def test_tiles_of_the_largest_axes_are_counted(size):
+    out = torch.zeros(1, dtype=torch.int64)
+    _count_tiles[(1,)](out, size, 64)
+    assert out.item() == -(-size // 64)
+
+
+def test_a_table_of_matrices_has_no_entry_for_dropped_rows():
+    """What lies behind its last entry is far away."""
+    random = np.random.default_rng(0)
+    x, z = torch.from_numpy(integers(random, 6, 1, 3)), torch.from_numpy(integers(random, 2, 3, 4))
+    group = torch.tensor([0, 2, 1, 2, 1, 0])
+    groups, out = group_rows(group, 2), torch.full((6, 1, 4), torch.nan, dtype=torch.float64)
+    table = torch.tensor([1, 0, 1 << 60])[:2]
+    read, load = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def watched(self, pointers, mask, *rest):
+        read.append(pointers.data[mask.data])
+        return load(self, pointers, mask, *rest)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", watched):
+        c = Matrices.of(z)._replace(outer=Axis(z.stride(0), table))
+        rows_product(Matrices.of(x), c, Matrices.of(out), (6, 1, 4, 3), Grouping.of(groups), 1)
+    assert table.data_ptr() + 16 not in np.concatenate([x.ravel() for x in read])
+    assert torch.equal(out, x @ torch.cat([z.flip(0), torch.zeros(1, 3, 4)])[group])
 
 
 def test_a_lazy_sign_is_no_sign_in_memory():
