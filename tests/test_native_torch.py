@@ -106,6 +106,36 @@ GATHERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("acb,ade->dceb", [(16, 4, 8), (16, 8, 4)]),
+        ("bnhv,dhv->bdn", [(2, 32, 4, 8), (32, 4, 8)]),
+        ("ibnd,jnd->ijbn", [(16, 2, 4, 16), (16, 4, 16)]),
+        ("nhw,ixh->nixw", [(4, 8, 8), (16, 8, 8)]),
+        ("lbnd,vbnl->vbnd", [(4, 2, 16, 32), (4, 2, 16, 4)]),  # einsum swaps the operands
+        ("ebnd,ebnfc->efbcd", [(4, 2, 16, 16), (4, 2, 16, 2, 8)]),
+    ],
+)
+def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shapes, monkeypatch):
+    from planner.backends.torch import eager
+
+    equations = []
+
+    class Operators:
+        def einsum(self, equation, operands):
+            equations.append(equation)
+            return torch.einsum(equation, *operands)
+
+    monkeypatch.setattr(eager, "_OPERATORS", Operators())
+    planner.caches().clear()
+    operands = [integers(*shape) for shape in shapes]
+    found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
+    assert len(equations) == 1
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
 def gather_case(name):
     spec, shapes, sizes, arrays = GATHERS[name]
     indices = {letter: torch.randint(0, size, shape) for letter, (shape, size) in arrays.items()}

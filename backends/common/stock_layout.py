@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from planner.backends.common.stock import is_swapped
 from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
@@ -44,8 +45,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     layout = None
     if form.contracted:
         copied += product_copies(form, inner, tuple(layout for _, layout in read))
-        if axes != (*form.batch, *form.right, *form.left):
-            layout = reordered((*form.batch, *form.left, *form.right), axes, inner)
+        free = (*form.right, *form.left) if is_swapped(form, inner) else (*form.left, *form.right)
+        layout = reordered((*form.batch, *free), axes, inner)
     if axes == spec.output:
         return copied, layout
     elements, layout = _written(axes, layout, spec)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation
+from planner.backends.common.stock import evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
@@ -294,9 +294,8 @@ class _Compiler:
             if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
                 return None
             free = tuple(axis for axis in spec.output if axis not in form.batch)
-            swapped = spec.output == (*form.batch, *form.right, *form.left) and bool(form.left and form.right)
-            if not swapped and free != (*form.left, *form.right):  # einsum swaps operands by rules of its own
-                return None
+            if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
+                return None  # einsum has rules of its own for axes of size 1
         elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
             return None
         letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
@@ -342,3 +341,4 @@ def _count_views(form: ProductForm, spec: Spec) -> int:
         count += tuple(axis for group in groups for axis in group) != term
         count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
     return count
+            swapped = is_swapped(form, spec)
