@@ -160,11 +160,11 @@ class Plan(PlanRecord):
 
         Example:
             >>> import planner
-            >>> x = planner.Operand((8, 64, 32), strides=(4096, 32, 1), requires_grad=True)
-            >>> y = planner.Operand((8, 32, 16), requires_grad=True)
+            >>> x = planner.Operand((8, 1024, 256), strides=(524288, 256, 1), requires_grad=True)
+            >>> y = planner.Operand((8, 256, 64), requires_grad=True)
             >>> p = planner.plan("ijk, ikl -> jl", x, y, backend="torch")
             >>> p.naive.cost.retained_bytes, p.cost.retained_bytes  # torch.einsum copies x, and keeps the copy
-            (65536, 0)
+            (8388608, 0)
         """
         return self.of(super(Plan, self).naive)
 

@@ -24,6 +24,11 @@ def gradients(result, operands):
         ("uw,zu->zuw", [(8, 6), (5, 8)]),  # both are repeated
         ("bhl,h->bhl", [(2, 3, 4), (3,)]),
         ("bixy,ioxy->boxy", [(2, 3, 4, 5), (3, 6, 4, 5)]),  # matrices without unit strides
+        ("i,j->ij", [(64,), (16,)]),  # a matrix times a vector would be a faster gradient, but not by a Function
+        ("bn,f->bnf", [(4, 32), (16,)]),
+        ("zui,zv->zvi", [(32, 16, 3), (32, 16)]),
+        ("hnij,rjnhd->rinhd", [(4, 2, 16, 16), (4, 16, 2, 4, 16)]),  # batch axes in another order than the result's
+        ("BTNS,BSNH->BTNH", [(8, 64, 4, 64), (8, 64, 4, 16)]),  # the plan of 512 T is too long for torch to copy
     ],
 )
 def test_small_products_have_the_derivatives_of_torch(spec, shapes):
@@ -33,6 +38,12 @@ def test_small_products_have_the_derivatives_of_torch(spec, shapes):
     assert torch.equal(found, expected)
     for ours, theirs in zip(gradients(found, operands), gradients(expected, operands), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_outer_products_that_fill_the_cache_run_the_plan_s_gradients():
+    """Autograd would hold both products of two gradients at once, which the predicted peak does not know."""
+    operands = [integers(40, 50, grad=True), integers(50, 60, grad=True)]
+    assert "Contract" in planner.contract("ik,kj->ikj", *operands).grad_fn.name()
 
 
 def kept(call):
@@ -95,6 +106,36 @@ def test_products_without_gradients_that_need_views_are_one_call(monkeypatch):
     assert len(equations) == 1, "`mm` needs no view"
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("acb,ade->dceb", [(16, 4, 8), (16, 8, 4)]),
+        ("bnhv,dhv->bdn", [(2, 32, 4, 8), (32, 4, 8)]),
+        ("ibnd,jnd->ijbn", [(16, 2, 4, 16), (16, 4, 16)]),
+        ("nhw,ixh->nixw", [(4, 8, 8), (16, 8, 8)]),
+        ("lbnd,vbnl->vbnd", [(4, 2, 16, 32), (4, 2, 16, 4)]),  # einsum swaps the operands
+        ("ebnd,ebnfc->efbcd", [(4, 2, 16, 16), (4, 2, 16, 2, 8)]),
+    ],
+)
+def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shapes, monkeypatch):
+    from planner.backends.torch import eager
+
+    equations = []
+
+    class Operators:
+        def einsum(self, equation, operands):
+            equations.append(equation)
+            return torch.einsum(equation, *operands)
+
+    monkeypatch.setattr(eager, "_OPERATORS", Operators())
+    planner.caches().clear()
+    operands = [integers(*shape) for shape in shapes]
+    found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
+    assert len(equations) == 1
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
 # Specs, shapes of operands, `sizes=`, and shapes of index arrays with the size of what they index.
 GATHERS = {
     "rows of two operands": ("s[e]c, d[e]c -> e", [(9, 5), (8, 5)], None, {"s": ((6,), 9), "d": ((6,), 8)}),
@@ -102,6 +143,18 @@ GATHERS = {
     "a take along a batch": ("b s[bn] c, cd -> bnd", [(2, 7, 3), (3, 4)], None, {"s": ((2, 5), 7)}),
     "a sum along a batch": ("bnc, bn -> b d[bn] c", [(2, 5, 3), (2, 5)], {"d": 4}, {"d": ((2, 5), 4)}),
     "sums of products": ("bqhd, b i[bqk] hd -> bqhk", [(2, 3, 2, 4), (2, 5, 2, 4)], None, {"i": ((2, 3, 2), 5)}),
+    "a matrix for each edge": (
+        "s[e]i, r[e]io -> d[e]o",
+        [(32, 16), (4, 16, 16)],
+        {"d": 32},
+        {"s": ((64,), 32), "r": ((64,), 4), "d": ((64,), 32)},
+    ),
+    "copies of taken rows": (
+        "bhlqd, bh i[lr] kd -> bhlqkr",
+        [(2, 2, 4, 8, 16), (2, 2, 8, 8, 16)],
+        None,
+        {"i": ((4, 3), 8)},
+    ),
     "a take, added up": ("s[e]c -> d[e]c", [(4, 3)], {"d": 5}, {"s": ((6,), 4), "d": ((6,), 5)}),
 }
 

@@ -364,9 +364,9 @@ def matmul_product(
 
 
 def is_swapped(form: ProductForm, spec: Spec) -> bool:
-    """Return whether the second operand is the first factor of `matmul_product`, so that nothing is permuted."""
-    out = term_axes(spec.output)
-    return (*form.batch, *form.left, *form.right) != out == (*form.batch, *form.right, *form.left)
+    """Return whether the second operand is the first factor of `matmul_product`: in the output its axes come first."""
+    free = tuple(axis for axis in term_axes(spec.output) if axis not in form.batch)
+    return (*form.left, *form.right) != free == (*form.right, *form.left)
 
 
 def _matrix_views(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from planner.backends.common.stock import is_swapped
 from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
@@ -55,10 +56,11 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
 
 def _product_layout(form: ProductForm, spec: Spec) -> Layout | None:
     """Return how the result of a product lies in memory."""
-    order = (*form.batch, *form.left, *form.right)
-    if not form.contracted or spec.output in (order, (*form.batch, *form.right, *form.left)):
+    if not form.contracted:
         return None
-    return reordered(order, spec.output, spec)
+    free = (*form.right, *form.left) if is_swapped(form, spec) else (*form.left, *form.right)
+    order = (*form.batch, *free)
+    return None if order == spec.output else reordered(order, spec.output, spec)
 
 
 @cached_by_step

@@ -136,7 +136,7 @@ class _Lowerer(Lowerer):
     """Chooses implementations for a device by an objective, which together are its `target`."""
 
     def __init__(self, device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> None:
-        super().__init__(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
+        super().__init__(lambda op: TABLE.choices(op, device), step_key(objective), fixed, TABLE.plain)
         self.target = device, objective
 
 

@@ -34,12 +34,13 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.routing import EINSUM, RoutingMode
 from planner.backends.torch.contexts.sharded import divided, is_distributed
+from planner.backends.torch.eager import AUTOGRAD, call_seconds, kept_copies
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.products import einsum_copies, einsum_cost
 from planner.backends.torch.rows import make_table
-from planner.backends.torch.runner import family_runner, kept_copies, runner, symbol_runner
+from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
 from planner.cost.layout import layout_of
 from planner.cost.rates import cpu_name, load_rates
@@ -65,7 +66,7 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS
-        self.kept_copies = kept_copies
+        self.kept_copies, self.call_seconds, self.autograd_rows = kept_copies, call_seconds, AUTOGRAD
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor.

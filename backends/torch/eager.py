@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation
+from planner.backends.common.stock import evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
@@ -34,12 +34,22 @@ from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
+from planner.program.contraction import Contraction
 from planner.program.forms import ProductForm, product_form
-from planner.program.ops import Cast, Op, joint_elements
-from planner.program.program import Step
+from planner.program.ops import Cast, Guard, Op, joint_elements
+from planner.program.program import Programs, Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
-__all__ = ["MOST_NATIVE_SECONDS", "NATIVE", "Reads", "compile_native"]
+__all__ = [
+    "AUTOGRAD",
+    "MOST_NATIVE_SECONDS",
+    "NATIVE",
+    "Reads",
+    "call_seconds",
+    "compile_native",
+    "kept_copies",
+    "standins_of",
+]
 
 # A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
@@ -48,9 +58,27 @@ Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM,
           "take, multiply, add", *INDEXED)  # fmt: skip
+# The rows that autograd itself may run, and the rows of the gradients that it computes.
+AUTOGRAD: Mapping[str, Sequence[str]] = {
+    "matmul": ("matmul", "multiply"),
+    "multiply": (MULTIPLY_SUM, "multiply"),
+    MULTIPLY_SUM: (MULTIPLY_SUM, "multiply"),
+    "view": ("view",),
+    "sum": ("broadcast",),
+    "broadcast": ("sum",),
+    **{row: (gradient,) for row, gradient in INDEXED.items()},
+}
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
 # computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
+# Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
+# operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
+MOST_COPYING_SECONDS = 1e-3
+# A copy of so many bytes may be kept in place of a computed value. The backward pass does not make it again, though the
+# plan says so.
+MOST_REPLACED = 2**15
+# What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
+FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
@@ -112,6 +140,64 @@ def compile_native(
     reads = reads or Reads()
     compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads).compile(tree)
     return None if compiled is None else compiled[0]
+
+
+def standins_of(contraction: Contraction) -> list[Strided]:
+    """Return stand-ins of the operands without their broadcast dimensions."""
+    standins = []
+    for o, shape in zip(contraction.operands, contraction.resolved.shapes, strict=True):
+        x = Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad)
+        standins.append(x if shape == o.shape else x.reshape(shape))
+    return standins
+
+
+def kept_copies(
+    contraction: Contraction, tree: Tree, forward: Sequence[Step], backward: Sequence[Step], records: bool | None
+) -> int | None:
+    """Return the bytes of copies that a small plan keeps if it runs as native calls; see `Backend.kept_copies`.
+
+    A Function of planner's own would keep the operands in their place, but takes longer.
+    """
+    options, floats = contraction.options, ("float32", "float64")
+    free = options.memory_limit is None and options.retain_limit is None and options.objective == "time"
+    free = free and contraction.device.kind == "cpu" and contraction.mesh is None
+    copied = any(step.choice.cost.copied_bytes for step in forward)
+    if not (copied and free) or records is False or contraction.dtype not in floats:
+        return None
+    if any(step.recomputed for step in backward) or any(step.choice.lowering not in NATIVE for step in forward):
+        return None
+    seconds = sum(step.choice.cost.picoseconds for step in (*forward, *backward)) / 1e12
+    gathers = contraction.resolved.spec.gathers
+    if seconds > MOST_NATIVE_SECONDS if gathers else records is None and seconds > MOST_COPYING_SECONDS:
+        return None
+    kept: list[int] = []
+    rows = {step.op.spec: step.choice.lowering for step in forward}
+    compiled = compile_native(tree, standins_of(contraction), backward, kept=kept, rows=rows)
+    # A call whose indices do not do as they are runs as a Function, which keeps no copies.
+    return None if compiled is None or (gathers and sum(kept)) else sum(kept)
+
+
+def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> float:
+    """Return what a Function takes beside the steps of a small plan, 0 if it does not count; see `Backend`."""
+    assert programs.backward is not None
+    forward, backward = programs.forward.steps, programs.backward.steps
+    seconds, spec = programs.cost.seconds, contraction.resolved.spec
+    most = MOST_NATIVE_SECONDS if spec.gathers else MOST_COPYING_SECONDS
+    if contraction.device.kind != "cpu" or contraction.mesh is not None or seconds > most:
+        return 0.0
+    computing = [step.choice.lowering for step in forward if not isinstance(step.op, Guard)]
+    if isinstance(tree, Leaf) or all(row in ("view", "broadcast") for row in computing):
+        return 0.0
+    if any(step.choice.cost.copied_bytes for step in forward):
+        native = programs.copies is not None
+    else:
+        rows = {step.op.spec: step.choice.lowering for step in forward}
+        native = all(row in NATIVE for row in computing) and bool(
+            compile_native(tree, standins_of(contraction), backward, rows=rows)
+        )
+    if native:
+        return 0.0
+    return FUNCTION_SECONDS + GUARDED_SECONDS * len(spec.gathers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,10 +379,10 @@ class _Compiler:
         if form.contracted:
             if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
                 return None
+            swapped = is_swapped(form, spec)
             free = tuple(axis for axis in spec.output if axis not in form.batch)
-            swapped = spec.output == (*form.batch, *form.right, *form.left) and bool(form.left and form.right)
-            if not swapped and free != (*form.left, *form.right):  # einsum swaps operands by rules of its own
-                return None
+            if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
+                return None  # einsum has rules of its own for axes of size 1
         elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
             return None
         letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
@@ -311,22 +397,30 @@ class _Compiler:
     def _kept_copies(self, node: Node, standins: Sequence[Strided], result: Strided) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
 
-        Return None if a computed value is copied, in place of which the plan says that the value is kept, or if copies
-        for unit strides would be kept.
+        The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
+        copied, in place of which the plan says that its base is kept, or if copies for unit strides would be kept.
         """
         form, kept = product_form(node.op.spec), []
         assert form is not None
-        if any(sorted(group, key=node.op.spec.output.index) != list(group) for group in form.matrices[2]):
-            return None  # einsum would view other axes as one
+        out = node.op.spec.output
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)
+            size = math.prod(x.shape) * itemsize(node.op.dtype)
+            computed = isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal")
+            if computed and size <= MOST_REPLACED:
+                continue
             if (reshaped and not isinstance(child, Leaf)) or (
                 strided and not self._einsum(node.op.spec, standins, result)
             ):
                 return None
+            # The order in which einsum views axes as one.
+            ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]
+            alike = ordered == [*map(list, groups)] or (size <= MOST_REPLACED and copies_of(x, term, ordered)[0])
+            if reshaped and other.requires_grad and not alike:
+                return None
             if reshaped and other.requires_grad:
-                kept.append(math.prod(x.shape) * itemsize(node.op.dtype))
+                kept.append(size)
         return kept
 
 

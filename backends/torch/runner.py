@@ -46,29 +46,22 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, Reads, compile_native
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, Reads, compile_native, standins_of
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
 from planner.backends.torch.products import MULTIPLY_SUM
-from planner.backends.torch.strides import Strided
-from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.calls import Member, RangedIndices
-from planner.program.contraction import Contraction
 from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Guard, Op
 from planner.program.plan import Loop, PlanRecord
-from planner.program.program import Step
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import Leaf
 
-__all__ = ["family_runner", "kept_copies", "runner", "symbol_runner"]
+__all__ = ["family_runner", "runner", "symbol_runner"]
 
-# Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
-# operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
-MOST_COPYING_SECONDS = 1e-3
 _NOTHING: Any = contextlib.nullcontext()
 
 
@@ -295,44 +288,6 @@ def _may_copy(plan: PlanRecord) -> bool:
     return least and only_grads() and options.retain_limit is None and options.objective == "time"
 
 
-def _standins(contraction: Contraction) -> list[Strided]:
-    """Return stand-ins of the operands without their broadcast dimensions."""
-    standins = []
-    for o, shape in zip(contraction.operands, contraction.resolved.shapes, strict=True):
-        x = Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad)
-        standins.append(x if shape == o.shape else x.reshape(shape))
-    return standins
-
-
-def kept_copies(
-    contraction: Contraction, tree: Tree, forward: Sequence[Step], backward: Sequence[Step], records: bool | None
-) -> int | None:
-    """Return the bytes of copies that a small plan keeps if it runs as native calls; see `Backend.kept_copies`.
-
-    A Function of planner's own would keep the operands in their place, but takes longer.
-    """
-    options, floats = contraction.options, ("float32", "float64")
-    free = options.memory_limit is None and options.retain_limit is None and options.objective == "time"
-    free = free and contraction.device.kind == "cpu" and contraction.mesh is None
-    copied = any(step.choice.cost.copied_bytes for step in forward)
-    if (
-        not (copied and free)
-        or records is False
-        or contraction.dtype not in floats
-        or contraction.resolved.spec.gathers
-    ):
-        return None
-    if any(step.recomputed for step in backward) or any(step.choice.lowering not in NATIVE for step in forward):
-        return None
-    seconds = sum(step.choice.cost.picoseconds for step in (*forward, *backward)) / 1e12
-    if records is None and seconds > MOST_COPYING_SECONDS:
-        return None
-    kept: list[int] = []
-    rows = {step.op.spec: step.choice.lowering for step in forward}
-    compiled = compile_native(tree, _standins(contraction), backward, kept=kept, rows=rows)
-    return None if compiled is None else sum(kept)
-
-
 def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> _Native | None:
     """Return the plan as native calls.
 
@@ -354,7 +309,9 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
     under_transform = transformed()  # there steps behave as they do when autograd records
-    standins = [x._replace(requires_grad=requires and x.requires_grad and not under_transform) for x in _standins(plan)]
+    standins = [
+        x._replace(requires_grad=requires and x.requires_grad and not under_transform) for x in standins_of(plan)
+    ]
     program = executable.programs.backward
     backward = None if program is None or (under_transform and _may_copy(plan)) else program.steps
     kept: list[int] | None = None if executable.programs.copies is None else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Lowerer:
         key: turns a step's cost into what to minimise.
         fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
             single gradients are fixed and the joint one is not, they are two steps.
-        plain: see `Table`.
+        plain: for each row that the framework differentiates itself, the rows of gradients of its steps.
         records: whether the framework may keep copies, see `Backend`; None if their plan decides.
     """
 
@@ -55,7 +56,7 @@ class Lowerer:
         choices: Callable[[Op], Sequence[PricedImplementation]],
         key: Callable[[StepCost], tuple[int, ...]],
         fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
-        plain: Sequence[str] = (),
+        plain: Mapping[str, Sequence[str]] = MappingProxyType({}),
         records: bool | None = None,
     ) -> None:
         self.choices, self.key, self.fixed, self.plain, self.records = choices, key, fixed, plain, records
@@ -90,12 +91,12 @@ class Lowerer:
             steps = self._gradients[op, wanted, layout] = self._choose_gradients(op, wanted, layout)
         return steps
 
-    def _plain(self, op: Op) -> PricedImplementation:
-        """Return the best implementation of an op that is plain; if none is, the best of all."""
+    def _among(self, rows: Sequence[str], op: Op) -> PricedImplementation:
+        """Return the best implementation of an op that is one of some rows; if none is, the best of all."""
         choice = self(op)
-        if choice.lowering in self.plain:
+        if choice.lowering in rows:
             return choice
-        plain = [choice for choice in self.choices(op) if choice.lowering in self.plain]
+        plain = [choice for choice in self.choices(op) if choice.lowering in rows]
         return min(plain, key=lambda c: self.key(c.cost), default=choice)
 
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
@@ -115,7 +116,8 @@ class Lowerer:
             if joint in self.fixed:
                 return (GradientStep(joint, self.fixed[joint], (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
-        choose = self._plain if self.plain and self(op).lowering in self.plain else self
+        rows = self.plain.get(self(op).lowering) if self.plain else None
+        choose = self if rows is None else partial(self._among, rows)
         single = []
         for child, want in enumerate(wanted):
             if want:

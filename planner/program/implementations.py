@@ -28,7 +28,7 @@ from planner.program.calls import Indices, Member, PreparedRun, RangedIndices, R
 from planner.program.contraction import Contraction
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
-from planner.program.program import CompiledPeak, Step
+from planner.program.program import CompiledPeak, Programs, Step
 from planner.program.tree import Tree
 
 __all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun", "RangedIndices", "Run", "RunPlan",
@@ -154,13 +154,14 @@ class Table:
 
     Attributes:
         rows: the implementations by name.
-        plain: names of rows that the framework differentiates itself: gradients of their steps are steps of such rows.
+        plain: for each row that the framework differentiates itself, the rows of the gradients of its steps: such rows.
         more: what all rows launch at least on a CPU besides one operator; None if nothing is known of it.
         priced: how many ops `choices` has priced.
     """
 
     def __init__(self, rows: Sequence[Implementation], plain: Sequence[str] = (), more: Launches | None = None) -> None:
-        self.rows, self.plain, self.more, self.priced = {row.name: row for row in rows}, tuple(plain), more, 0
+        self.rows, self.more, self.priced = {row.name: row for row in rows}, more, 0
+        self.plain: Mapping[str, Sequence[str]] = dict.fromkeys(plain, plain)
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
         self._asked: dict[tuple[bool, int, str, bool], list[Implementation]] = {}
 
@@ -257,16 +258,16 @@ class Backend(Protocol):
         ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
-        compiled_peak: returns the bytes that a compiler takes for a program; None without a compiler. Its arguments are
-            the steps, the variables, those that the caller owns, those that outlive the program, and the output's
-            gradient or None.
+        compiled_peak: returns the bytes that a compiler takes for a program. Its arguments are the steps, the
+            variables, those that the caller owns, those that outlive the program, and the output's gradient or None.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
-        einsum_cost: returns what the framework's own functions take for a step, from what the stock step costs on a
-            device: the framework's own may copy less.
+        einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
-        kept_copies: returns the bytes of copies of inputs that a plan keeps in place of the inputs, because the
-            framework's own derivatives save them, and take less time; None if a plan must copy nothing. It takes the
-            contraction, its tree, the steps of both programs, and whether the plan's family keeps copies, if known.
+        kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
+            takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
+            programs, and whether the plan's family keeps copies, if known.
+        autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
+        call_seconds: returns what a call of a small plan takes beside its steps if autograd does not run these.
     """
 
     name: str
@@ -279,6 +280,8 @@ class Backend(Protocol):
     einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
+    autograd_rows: Mapping[str, Sequence[str]] | None = None
+    call_seconds: Callable[[Contraction, Tree, Programs], float] | None = None
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
@@ -401,9 +404,7 @@ class Backend(Protocol):
         gradient: Any = None,
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
-        """Return one program of a plan, ready to be run step by step.
-
-        With an output gradient that is the backward program, else the forward program.
+        """Return a plan's backward program, or without an output gradient its forward program, to be run step by step.
 
         Law: if all values are finite, running its steps in order computes what `bind` computes.
 
@@ -414,7 +415,6 @@ class Backend(Protocol):
             gradient: the output's gradient; None for the forward program.
             kept: for the backward program, the kept values by the number of their variable.
         """
-        ...
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan on arrays and waits for the end; None if the arrays hold no values.

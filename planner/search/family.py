@@ -39,6 +39,7 @@ from planner.program.ops import Einsum
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
 from planner.search.choose import make_plan
+from planner.search.refine import prefer_autograd
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
 
@@ -215,6 +216,9 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, not wide)
     if wide and not is_small(plan):
+        return Family(plan, False)
+    smallest = _at_sizes_of(plan, space)
+    if prefer_autograd(space, smallest) is not smallest:
         return Family(plan, False)
     lower, sizes = space.lowerer("time"), _sizes_of(plan, space)
     only_tree = len(space.operands) <= 2 and not space.network.gathers

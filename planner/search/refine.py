@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from planner.cost.limits import within
-from planner.cost.objective import plan_key
-from planner.program.ops import JointGradient
+from planner.cost.objective import plan_key, step_key
+from planner.program.build import Lowerer
+from planner.program.frameworks import load_backend
+from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, nodes_of
-from planner.search.space import Candidate, SearchSpace
+from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
-__all__ = ["order_children", "quicken_steps"]
+__all__ = ["order_children", "prefer_autograd", "quicken_steps"]
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
+# Scratch of so many bytes is in the cache.
+_MOST_SCRATCH = 2**16
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -59,6 +64,41 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
             programs = space.programs(tree, best.lower)
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
+    return best
+
+
+def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
+    """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
+
+    Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
+    naive one, with the steps that autograd runs.
+    """
+    options, backend, back = space.options, load_backend(space.backend), best.programs.backward
+    free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
+    if back is None or backend.call_seconds is None or not free or options.optimize != "auto":
+        return best
+
+    def seconds(candidate: Candidate) -> float:
+        assert backend.call_seconds is not None
+        return candidate.cost.seconds + backend.call_seconds(space.contraction, candidate.tree, candidate.programs)
+
+    least = seconds(best)
+    if least == best.cost.seconds:
+        return best
+    rows = backend.autograd_rows or {}
+
+    def choices(op: Op) -> Sequence[PricedImplementation]:
+        """Return the rows that autograd runs. It holds the scratch of two gradients at once, so it must be small."""
+        known = [choice for choice in space.choices(op) if choice.lowering in rows]
+        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _MOST_SCRATCH]
+        return small or space.choices(op)
+
+    lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
+    naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
+    for tree in (best.tree, *((naive.tree,) if naive else ())):
+        found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
+        if seconds(found) < least:
+            best, least = found, seconds(found)
     return best
 
 
