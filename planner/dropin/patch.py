@@ -64,8 +64,8 @@ def patch(*frameworks: str) -> Iterator[Patched]:
     routes.
 
     A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
-    traced within stays routed; its calls count each time that a compiler traces them. TorchScript has operators of its own,
-    which are not seen.
+    traced within stays routed; its calls count each time that a compiler traces them. TorchScript has operators of its
+    own, which are not seen.
 
     Args:
         *frameworks: "torch", "jax", "numpy"; by default those that are imported.
