@@ -111,16 +111,19 @@ def test_what_is_written_by_hand_is_the_same_product(framework):
         assert np.array_equal(np.asarray(found), np.asarray(expected)), row.name
 
 
-LEAN_ROWS = ("bm,bm->b", "zui,zui->zu", "xi,xij,xj->x", "p,pijk,i,j->k", "bhij,bhijdm->bhidm", "bi, w[b]i -> b",
-             "ti, q[t]ir, q[t]ro -> to", "uv,ijk,vj->uivk", "ijk,uw,zvj->zuiwk", "w,ijk,wij->wk")  # fmt: skip
+LEAN_ROWS = {
+    "torch": ("bm,bm->b", "zui,zui->zu", "xi,xij,xj->x", "p,pijk,i,j->k", "bhij,bhijdm->bhidm", "bi, w[b]i -> b",
+              "ti, q[t]ir, q[t]ro -> to", "uv,ijk,vj->uivk", "ijk,uw,zvj->zuiwk", "w,ijk,wij->wk"),
+    "jax": ("ij,baj->bai", "ijk,zuvij->zuk", "bhnd,bhde,bhn->bhne", "x[pi]c, w[p]cm -> o[pi]m"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEAN_ROWS)
-def test_plans_take_no_more_memory_than_einsum(name):
+@pytest.mark.parametrize(("framework", "name"), [(key, name) for key, names in LEAN_ROWS.items() for name in names])
+def test_plans_take_no_more_memory_than_einsum(framework, name):
     """Without gradients they allocate no more, with gradients they keep no more: measured, by default."""
-    pytest.importorskip("torch")
+    pytest.importorskip(framework)
     row = next(row for row in corpus("cache") if row.name == name)
-    einsum = bench.RUNS["torch"](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
+    einsum = bench.RUNS[framework](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
     ours = einsum.use(bench.our_way(row))
     for run in (einsum, ours):
         run.once()  # plans, and fills caches
