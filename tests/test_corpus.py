@@ -91,6 +91,22 @@ def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(m
     assert all(text.count(row.spec) == 2 for row in kept), "forward, and with gradients"
 
 
+def test_rows_that_need_more_memory_than_einsum_are_printed_and_counted(monkeypatch, capsys):
+    pytest.importorskip("torch")
+    rows = [row for row in corpus("cache") if row.name in ("bie,bje->bij", "bm,bm->b")]
+    monkeypatch.setattr(bench, "corpus", lambda scale: tuple(rows))
+    settings = Settings(scales=("cache",))
+    assert [result.measured for result in bench.corpus_bytes("torch", settings)] == [0, 0, 0]
+    capsys.readouterr()
+    wasteful = bench.Way(bench.OURS, lambda xp, x, *others: xp.einsum(rows[0].spec, x.clone().clone(), *others))
+    monkeypatch.setattr(bench, "our_way", lambda row: wasteful)
+    monkeypatch.setattr(bench, "corpus", lambda scale: tuple(rows[:1]))
+    forward, _, _ = bench.corpus_bytes("torch", settings)
+    assert forward.measured == 1
+    assert not forward.met
+    assert f"! {rows[0].name}  bytes of einsum and planner: forward " in capsys.readouterr().out
+
+
 def test_ratios_are_by_einsum_and_the_worst_stand_first(capsys):
     times = {f"row {n}": {bench.EINSUM: 1e-6, bench.OURS: n * 1e-6} for n in range(1, 31)}
     median, high, worst = bench._distribution(times, "overhead", "torch")
@@ -111,16 +127,19 @@ def test_what_is_written_by_hand_is_the_same_product(framework):
         assert np.array_equal(np.asarray(found), np.asarray(expected)), row.name
 
 
-LEAN_ROWS = ("bm,bm->b", "zui,zui->zu", "xi,xij,xj->x", "p,pijk,i,j->k", "bhij,bhijdm->bhidm", "bi, w[b]i -> b",
-             "ti, q[t]ir, q[t]ro -> to", "uv,ijk,vj->uivk", "ijk,uw,zvj->zuiwk", "w,ijk,wij->wk")  # fmt: skip
+LEAN_ROWS = {
+    "torch": ("bm,bm->b", "zui,zui->zu", "xi,xij,xj->x", "p,pijk,i,j->k", "bhij,bhijdm->bhidm", "bi, w[b]i -> b",
+              "ti, q[t]ir, q[t]ro -> to", "uv,ijk,vj->uivk", "ijk,uw,zvj->zuiwk", "w,ijk,wij->wk"),
+    "jax": ("ij,baj->bai", "ijk,zuvij->zuk", "bhnd,bhde,bhn->bhne", "x[pi]c, w[p]cm -> o[pi]m"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEAN_ROWS)
-def test_plans_take_no_more_memory_than_einsum(name):
+@pytest.mark.parametrize(("framework", "name"), [(key, name) for key, names in LEAN_ROWS.items() for name in names])
+def test_plans_take_no_more_memory_than_einsum(framework, name):
     """Without gradients they allocate no more, with gradients they keep no more: measured, by default."""
-    pytest.importorskip("torch")
+    pytest.importorskip(framework)
     row = next(row for row in corpus("cache") if row.name == name)
-    einsum = bench.RUNS["torch"](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
+    einsum = bench.RUNS[framework](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
     ours = einsum.use(bench.our_way(row))
     for run in (einsum, ours):
         run.once()  # plans, and fills caches

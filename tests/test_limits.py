@@ -247,8 +247,8 @@ def test_a_plan_that_compiles_to_more_than_it_seems_gives_way(jax, monkeypatch):
     def planned(limit, **options):
         return planner.plan("ab,bc,cd,de,ef->af", *sizes, backend="jax", memory_limit=limit, **options)
 
-    free = planned(None)
-    assert free.compiled_bytes is None
+    assert planned(None).compiled_bytes is None
+    free = planned("1 MB")
     roomy = planned(2 * free.cost.peak_bytes)
     assert (roomy.tree, roomy.proven, roomy.compiled_bytes) == (free.tree, free.proven, 2 * free.cost.peak_bytes)
     tight = planned(2 * free.cost.peak_bytes - 1)

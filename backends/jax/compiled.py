@@ -9,7 +9,8 @@
    copies. To it, a product whose axes of size 1 are not the first is in another order.
 4. What needs nothing runs first, then what needs only that, and so on. So copies of operands, and the zeros to which a
    segment sum adds, are in memory from the beginning.
-5. Results have memory of their own. Other values that fit lie in it before the result is written.
+5. Results have memory of their own. Other values that fit lie in it before the result is written. A product by element
+   is written over a factor of its size and order that nothing reads later.
 
 `tests/test_memory.py` compares the outcome with what XLA says of random programs.
 """
@@ -46,10 +47,18 @@ _LIBRARY, _RUN = 4096, 32
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Buffer:
-    """Memory: its bytes, the buffers that are read to fill it, and whether it holds a result of the program."""
+    """Memory.
+
+    Attributes:
+        size: its bytes.
+        reads: the buffers that are read to fill it.
+        over: those of them that it may be written over, if nothing reads them later.
+        is_result: whether it holds a result of the program.
+    """
 
     size: int
     reads: tuple[_Buffer, ...]
+    over: tuple[_Buffer, ...] = ()
     is_result: bool = False
 
 
@@ -66,6 +75,7 @@ class _Value:
         in_memory: whether it is in memory, in its order.
         buffer: its memory; None if it has none, or if the caller owns it.
         distinct: how many elements there are before they are repeated.
+        over: the buffers that its memory may be written over.
         written: its memory in other orders.
     """
 
@@ -77,6 +87,7 @@ class _Value:
     in_memory: bool = False
     buffer: _Buffer | None = None
     distinct: int = 0
+    over: tuple[_Buffer, ...] = ()
     written: dict[Order, _Buffer] = dataclasses.field(default_factory=dict)
 
     @property
@@ -125,6 +136,10 @@ def _peak(buffers: Sequence[_Buffer]) -> int:
                 queue.append(user)
     start = {buffer: number for number, buffer in enumerate(queue)}
     end = {buffer: max((start[user] for user in users[buffer]), default=start[buffer]) for buffer in buffers}
+    for buffer in queue:
+        below = next((each for each in buffer.over if end[each] == start[buffer] and not each.is_result), None)
+        if below is not None:
+            end[below] -= 1
     results = [(buffer.size, [(start[buffer], len(queue))]) for buffer in buffers if buffer.is_result]
     alive = [0] * len(queue)
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
@@ -198,9 +213,9 @@ class _Compiled:
             if number in self.results:
                 self._hold(value)
 
-    def _new(self, size: int, reads: Iterable[_Buffer] = ()) -> _Buffer:
+    def _new(self, size: int, reads: Iterable[_Buffer] = (), over: tuple[_Buffer, ...] = ()) -> _Buffer:
         """Return a new buffer."""
-        self.buffers.append(_Buffer(size, tuple(dict.fromkeys(reads))))
+        self.buffers.append(_Buffer(size, tuple(dict.fromkeys(reads)), over))
         return self.buffers[-1]
 
     def _stored(self, shape: tuple[int, ...], order: Order, size: int, reads: Iterable[_Buffer]) -> _Value:
@@ -214,7 +229,7 @@ class _Compiled:
         if value.in_memory and order == value.order:
             return value.reads
         if order not in value.written:
-            value.written[order] = self._new(value.bytes, value.reads)
+            value.written[order] = self._new(value.bytes, value.reads, value.over if order == value.order else ())
         return (value.written[order],)
 
     def _hold(self, value: _Value) -> None:
@@ -223,7 +238,7 @@ class _Compiled:
         if value.buffer is not None and not is_turned:
             value.buffer.is_result = True
             return
-        buffer = self._new(value.bytes, value.reads)
+        buffer = self._new(value.bytes, value.reads, () if is_turned else value.over)
         if not is_turned:
             value.written[value.order] = buffer
         elif not value.in_memory and len(self.results) > 1:
@@ -297,7 +312,10 @@ class _Compiled:
         narrow_first = narrow != sorted(narrow, reverse=True)
         summed = [spec.size(axis) for axis in terms[0] if axis not in spec.output and axis in terms[1]]
         if math.prod(summed) == 1:
-            return _Value(shape, order, x.itemsize, (*x.reads, *y.reads), narrow_first=narrow_first)
+            axes = [axis for axis in orders.result if spec.size(axis) != 1]
+            whole = [value for value, term in zip((x, y), terms, strict=True) if list(value.axes(term)) == axes]
+            over = tuple(itertools.chain(*((v.buffer,) if v.buffer is not None else v.over for v in whole)))
+            return _Value(shape, order, x.itemsize, (*x.reads, *y.reads), narrow_first=narrow_first, over=over)
         elements, run = math.prod(x.shape), math.prod(summed)
         if not orders.elementwise or elements >= _LIBRARY:
             reads: list[_Buffer] = []

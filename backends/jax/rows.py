@@ -78,8 +78,9 @@ _MOST_ADDED = 8
 # From so many matrices on, XLA's calls of a function for each take longer than such a loop.
 _MANY_MATRICES = 16
 # Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
-# have 4 or 8 terms.
-_LARGE_MATRIX = 64
+# have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
+# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27).
+_LARGE_MATRIX, _SMALL_COPY = 64, 1 / 8
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
 
@@ -171,9 +172,11 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
         if joint_elements(op.spec) < _WORTH_ADDING:
             return "a small product is JAX's own"
         strided = is_strided(op.spec)
-        wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and terms % 4 == 0
+        even = terms % 4 == 0
+        wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and even
         large = batch < _MANY_MATRICES or wide
-        if (batch < _MANY_MATRICES and strided) or (large and not count_reordered(op.spec).elements):
+        small = _SMALL_COPY * rows * columns if even and batch == 1 else 0
+        if (batch < _MANY_MATRICES and strided) or (large and count_reordered(op.spec).elements <= small):
             return "XLA multiplies few matrices, and large ones, fast"
         return "elements that are added up lie between those of the result" if strided and terms > 4 else None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner.bench.choices import compare_lowerings, corpus_choices, predicted_steps
-from planner.bench.corpus import compare_corpus
+from planner.bench.corpus import compare_corpus, corpus_bytes
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.families import families
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "corpus-choices": corpus_choices,
     "large-networks": large_networks,
     "corpus": compare_corpus,
+    "corpus-bytes": corpus_bytes,
 }
 _ABOUT = """\
 Every comparison runs its programs in one process, interleaved, with a pause before each run, and takes medians. First,

@@ -28,6 +28,7 @@ import math
 import pathlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -42,7 +43,7 @@ from planner.language.parse import parse
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.workloads import View, Workload
 
-__all__ = ["Row", "by_hand", "compare_corpus", "corpus", "gather_then_einsum", "time_row"]
+__all__ = ["Row", "by_hand", "compare_corpus", "corpus", "corpus_bytes", "gather_then_einsum", "time_row"]
 
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
 _BYTES = {"cache": 2**20, "memory": 2**25}
@@ -247,13 +248,43 @@ _BARS: dict[Framework, dict[str, float]] = {
 def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Time every row at each scale, forward and with gradients; print the worst twenty; yield the distribution."""
     for scale in settings.scales:
-        rows = corpus(scale)
-        if settings.sample:
-            rows = rows[:: max(1, len(rows) // settings.sample)]
-        medians = {row.name: time_row(row, framework, settings) for row in rows}
+        medians = {row.name: time_row(row, framework, settings) for row in _sampled(scale, settings)}
         for which, named in PASSES:
             times = {name: both[which] for name, both in medians.items()}
             yield from _distribution(times, f"{scale}, {named}", framework)
+
+
+def _sampled(scale: Scale, settings: Settings) -> tuple[Row, ...]:
+    rows = corpus(scale)
+    return rows[:: max(1, len(rows) // settings.sample)] if settings.sample else rows
+
+
+def corpus_bytes(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Measure the memory of every row; print rows that need more than einsum; yield how many do, beyond 64 KiB.
+
+    The bytes are those allocated at once without gradients and with them, and those retained for gradients.
+    """
+    for scale in settings.scales:
+        more: Counter[str] = Counter()
+        for row in _sampled(scale, settings):
+            einsum = RUNS[framework](Way(EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
+            ours = einsum.use(our_way(row))
+            if framework == "torch":
+                ours.once()  # makes the plan, and fills caches
+            figures = list(zip(_KINDS, einsum.memory(), ours.memory(), strict=True))
+            large = {kind for kind, theirs, needed in figures if needed > max(theirs, _SMALL_BYTES)}
+            more.update(large)
+            if any(needed > theirs for _, theirs, needed in figures):
+                columns = "  ".join(f"{kind} {theirs:,} {needed:,}" for kind, theirs, needed in figures)
+                print(f"  {'!' if large else ' '} {row.name}  bytes of einsum and planner: {columns}", flush=True)
+        for kind in _KINDS:
+            yield Result(
+                "corpus-bytes", framework, f"{scale}: rows that need more, {kind}", 0, more[kind], at_most=True
+            )
+
+
+_KINDS = ("forward", "with gradients", "retained")
+_SMALL_BYTES = 2**16
 
 
 def _distribution(times: Mapping[str, Mapping[str, float]], what: str, framework: Framework) -> Iterator[Result]:

@@ -26,13 +26,15 @@ from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
-__all__ = ["find_bound", "make_plan", "naive_plan"]
+__all__ = ["find_bound", "is_as_lean_as_einsum", "make_plan", "naive_plan"]
 
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 _SLACK_BYTES = 2**16
 # Plans of at most so many operands are searched for again, if they take so many times what the search thought, or more
 # memory than einsum.
 _MOST_SEARCHED_AGAIN, _MUCH = 5, 1.1
+# A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
+_CLEARLY = 1.1
 
 
 def make_plan(
@@ -75,42 +77,75 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         origin=best.origin,
     )
     if given is None and not on_mesh:
-        plan = _as_lean_as_einsum(plan, loops)
+        plan = _no_worse_than_einsum(plan, loops)
     return add_exchanges(plan) if on_mesh else plan
 
 
-def _as_lean_as_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
+def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     """Return the plan, or the fastest that allocates, or with gradients retains, no more than the naive plan does.
 
-    Callers who replace einsum must not run out of memory. Those who set a limit have said what they have.
+    Callers who replace einsum must not run out of memory. Those who set a limit have said what they have. Where einsum
+    is compiled too, the naive plan is taken if it needs no more memory and is predicted to take about as long.
     """
     contraction, options = plan.contraction, plan.options
-    limits = Limits(options.memory_limit, options.retain_limit)
-    if options.minimize != "time" or options.optimize not in SEARCHES or contraction.symbols or limits != NO_LIMITS:
+    if contraction.symbols or plan.origin.startswith("interrupted") or not _is_compared(contraction):
         return plan
-    if plan.origin.startswith("interrupted") or len(contraction.operands) > _MOST_SEARCHED_AGAIN:
-        return plan  # a search under limits can take seconds
-    trains = plan.programs.backward is not None
-    if (plan.cost.retained_bytes if trains else plan.cost.peak_bytes) <= _SLACK_BYTES:
+    compiles = load_backend(contraction.backend).compiles
+    has_choice = len(contraction.operands) > 2 or bool(contraction.resolved.spec.gathers)
+    if _needed(plan) <= _SLACK_BYTES and not (compiles and has_choice):
         return plan
     naive = naive_plan(contraction, as_run=True)
-    retained, peak = (max(n, _SLACK_BYTES) for n in (naive.cost.retained_bytes, naive.cost.peak_bytes))
-    limits = Limits(None, retained) if trains else Limits(peak, None)
-    if keeps_within(plan.cost, limits):
+    least, seconds = plan.cost.seconds, naive.cost.seconds
+    # If both take as long, the plan may be proven.
+    if compiles and has_choice and least < seconds <= _CLEARLY * least and _is_lean(naive, plan):
+        return _in_place_of(plan, naive, "within a tenth of the least time found")
+    if _is_lean(plan, naive):
         return plan
-    limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
-    found = [] if trains else [naive]  # with gradients it is priced with copies that only torch's autograd keeps
+    trains, most = plan.programs.backward is not None, max(_needed(naive), _SLACK_BYTES)
+    limits = Limits(None, most) if trains else Limits(most, None)
+    # With gradients the naive plan is priced with copies that only torch's autograd keeps.
+    found = [] if trains and not compiles else [naive]
     with contextlib.suppress(PlannerLimitError):
+        limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
         found.append(make_plan(dataclasses.replace(contraction, options=limited), loops=loops))
     if not found:
         return plan
-    lean = min(found, key=lambda each: plan_key("time")(each.cost))
+    return _in_place_of(plan, min(found, key=lambda each: plan_key("time")(each.cost)), "as lean as einsum")
+
+
+def _is_compared(contraction: Contraction) -> bool:
+    """Whether plans of a contraction are compared with einsum's memory. A search under limits can take seconds."""
+    options = contraction.options
+    limits = Limits(options.memory_limit, options.retain_limit)
+    is_usual = options.minimize == "time" and options.optimize in SEARCHES and limits == NO_LIMITS
+    return is_usual and len(contraction.operands) <= _MOST_SEARCHED_AGAIN
+
+
+def _needed(plan: PlanRecord) -> int:
+    """Return the bytes that count: those retained with gradients, the peak without."""
+    return plan.cost.peak_bytes if plan.programs.backward is None else plan.cost.retained_bytes
+
+
+def _is_lean(plan: PlanRecord, other: PlanRecord) -> bool:
+    """Whether a plan needs no more memory than another, or little."""
+    return _needed(plan) <= max(_needed(other), _SLACK_BYTES)
+
+
+def is_as_lean_as_einsum(plan: PlanRecord) -> bool:
+    """Whether a plan needs no more memory than the naive plan where plans are compared with it."""
+    if not _is_compared(plan.contraction) or _needed(plan) <= _SLACK_BYTES:
+        return True
+    return _is_lean(plan, naive_plan(plan.contraction, as_run=True))
+
+
+def _in_place_of(plan: PlanRecord, other: PlanRecord, why: str) -> PlanRecord:
+    """Return another plan of a contraction as the one that was chosen."""
     return PlanRecord.of_contraction(
-        contraction,
-        tree=lean.tree,
-        programs=dataclasses.replace(lean.programs, cost=dataclasses.replace(lean.cost, bound=plan.cost.bound)),
+        plan.contraction,
+        tree=other.tree,
+        programs=dataclasses.replace(other.programs, cost=dataclasses.replace(other.cost, bound=plan.cost.bound)),
         proven=False,
-        origin=f"{lean.origin}, as lean as einsum",
+        origin=f"{other.origin}, {why}",
     )
 
 

@@ -38,7 +38,7 @@ from planner.program.loops import resize_nodes, resize_ops, resize_steps
 from planner.program.ops import Einsum
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
-from planner.search.choose import make_plan
+from planner.search.choose import is_as_lean_as_einsum, make_plan
 from planner.search.refine import prefer_autograd
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
@@ -64,8 +64,8 @@ class Family:
 
     Attributes:
         plan: the plan of the representative, without a loop over slices.
-        settled: whether all members take the plan: at the smallest sizes it takes at most `WON` times as long as the
-            best tree that a search of its own finds, or not all trees can be searched.
+        settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
+            `WON` times as long as the best tree that a search of its own finds, or not all trees can be searched.
     """
 
     plan: PlanRecord
@@ -210,7 +210,7 @@ class _Classes:
 
 
 def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
-    """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
+    """Search for a family's plan, and find out whether it is as lean and fast for the smallest members too."""
     plan, space = make_plan(top, loops=False), SearchSpace(low)
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
@@ -228,6 +228,8 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if only_tree:
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
+    if not is_as_lean_as_einsum(make_plan(low, partial(_at_sizes_of, plan), loops=False)):
+        return Family(plan, False)
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))
     except SearchLimitError:
