@@ -15,7 +15,7 @@ from planner.cost.device import Device
 from planner.language.cached import enter
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
-from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode, is_name
+from planner.language.options import MODES, Options, Request, check_index_mode, is_name, read_precision
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec, term_gathers
@@ -315,7 +315,7 @@ def _read_call(
     """Check a request, and return what it asks for."""
     spec = request.spec
     check_index_mode(request.index_mode)
-    precision = _read_precision(request.precision, framework)
+    precision = read_precision(request.precision, framework)
     backend = load_backend(framework)
     described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
     index_shapes = {}
@@ -369,18 +369,6 @@ def _read_call(
         options=options,
     )
     return at_numbers(contraction)
-
-
-def _read_precision(precision: Any, framework: str) -> str | None:
-    """Return the name of a precision; JAX's `lax.Precision` has names too."""
-    if precision is None:
-        return None
-    if framework != "jax":
-        raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
-    name = str(getattr(precision, "name", precision)).lower()
-    if name not in PRECISIONS:
-        raise PlannerError(f"precision={name!r} is unknown: take one of {', '.join(map(repr, PRECISIONS))}")
-    return name
 
 
 def _read_device(device: Device | str | None) -> Device | None:

@@ -278,6 +278,8 @@ def test_backends_are_held_to_the_protocol(name):
         "bind_symbols",
         "family_signature",
         "kept_copies",
+        "autograd_rows",
+        "call_seconds",
         "einsum_copies",
         "einsum_cost",
     } | (set() if backend.compiles else {"compiled_bytes", "compiled_peak"})

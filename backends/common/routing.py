@@ -33,6 +33,9 @@ class Routing:
         self.mine = threading.local()
         self.function: Any = None
         self.original: Any = None
+        # The same in each replacement: torch's compiler compares it to know whether what it traced is routed.
+        constants = _replaced.__code__.co_consts
+        self.code = _replaced.__code__.replace(co_consts=tuple(name if x == _NAME else x for x in constants))
         _ROUTINGS[name] = self
 
     @contextlib.contextmanager
@@ -60,8 +63,7 @@ class Routing:
             raise PlannerError(f"the einsum of this version of {self.name} is no plain Python function to route")
         self.original = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__)
         self.original.__kwdefaults__ = f.__kwdefaults__
-        code = _replaced.__code__
-        f.__code__ = code.replace(co_consts=tuple(self.name if x == _NAME else x for x in code.co_consts))
+        f.__code__ = self.code
 
     def call(self, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
         """Run a call of the function; the library's own are not routed, whenever XLA makes them."""

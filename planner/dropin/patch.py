@@ -63,9 +63,9 @@ def patch(*frameworks: str) -> Iterator[Patched]:
     with brackets raises planner's error, since no other einsum reads brackets. Patches may be nested; the innermost
     routes.
 
-    A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
-    traced within stays routed; its calls count each time that a compiler traces them. TorchScript has operators of its
-    own, which are not seen.
+    A function that `jax.jit` traced before the `with` stays as it was traced, and one that was traced within stays
+    routed. `torch.compile` compiles a function once for calls within a patch, and once for others. Calls count each
+    time that a compiler traces them. TorchScript has operators of its own, which are not seen.
 
     Args:
         *frameworks: "torch", "jax", "numpy"; by default those that are imported.

@@ -63,13 +63,14 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
     key = run = None
     if not (options or torch_compiles()):
         with contextlib.suppress(AttributeError, TypeError):  # something is no tensor, or sizes are symbols
-            parts = tuple([x._base is not None and _is_part(x) for x in operands])
-            key = spec, load_backend("torch").signature(operands, {}), parts
-            run = _ALIKE.get(key)
+            signature = load_backend("torch").signature(operands, {})
+            if signature is not None:  # nothing overrides the call
+                key = spec, signature, tuple([x._base is not None and _is_part(x) for x in operands])
+                run = _ALIKE.get(key)
     if run is not None:
         return run(operands, {})
     result, unchanged = _planned(spec, operands, options)
-    if unchanged and key is not None and key[1] is not None and (run := run_met(*key[:2])) is not None:
+    if unchanged and key is not None and (run := run_met(*key[:2])) is not None:
         enter(_ALIKE, key, run, _MOST_ALIKE)
     return result
 

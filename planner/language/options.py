@@ -17,6 +17,7 @@ __all__ = [
     "Request",
     "check_index_mode",
     "is_name",
+    "read_precision",
 ]
 
 # The searches over all trees. "measure" finds its candidates by the search of "auto".
@@ -93,6 +94,18 @@ def check_index_mode(index_mode: Any) -> None:
         *(mode.unmarked for mode in MODES.values() if mode.unmarked),
     ):
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
+
+
+def read_precision(precision: Any, framework: str) -> str | None:
+    """Return the name of a precision; JAX's `lax.Precision` has names too."""
+    if precision is None:
+        return None
+    if framework != "jax":
+        raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
+    name = str(getattr(precision, "name", precision)).lower()
+    if name not in PRECISIONS:
+        raise PlannerError(f"precision={name!r} is unknown: take one of {', '.join(map(repr, PRECISIONS))}")
+    return name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

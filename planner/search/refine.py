@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from planner.cost.limits import within
+from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
@@ -17,8 +17,8 @@ __all__ = ["order_children", "prefer_autograd", "quicken_steps"]
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
-# Scratch of so many bytes is in the cache.
-_MOST_SCRATCH = 2**16
+# So many bytes are in the cache.
+_SMALL = 2**16
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -71,7 +71,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
-    naive one, with the steps that autograd runs.
+    naive one, with the steps that autograd runs. They must not take more memory, but for what is in the cache.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
@@ -90,14 +90,15 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     def choices(op: Op) -> Sequence[PricedImplementation]:
         """Return the rows that autograd runs. It holds the scratch of two gradients at once, so it must be small."""
         known = [choice for choice in space.choices(op) if choice.lowering in rows]
-        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _MOST_SCRATCH]
+        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _SMALL]
         return small or space.choices(op)
 
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
+    most = Limits(max(best.cost.peak_bytes, _SMALL), max(best.cost.retained_bytes, _SMALL))
     for tree in (best.tree, *((naive.tree,) if naive else ())):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
-        if seconds(found) < least:
+        if keeps_within(found.cost, most) and seconds(found) < least:
             best, least = found, seconds(found)
     return best
 
