@@ -11,6 +11,7 @@ import opt_einsum
 import pytest
 
 import planner
+from planner.dropin import torch_rules
 
 RNG = random.Random(7)
 
@@ -177,6 +178,23 @@ def test_torch_says_which_parts_it_copies(torch):
             assert says or pinned or not whole, (spec, sizes)
             copied += says is not None
     assert copied > 20
+
+
+def test_a_part_of_an_array_is_not_taken_for_a_whole_one(torch):
+    """Calls with equal shapes and strides share what einsum remembers, but a kept part keeps its whole array."""
+    spec, other = "bhid,bhjd->bhij", torch.ones(2, 8, 32, 64).requires_grad_()
+    part = torch.ones(2, 64, 16, 64)[:, :, 8:].transpose(1, 2)
+    whole = torch.empty_strided(part.shape, part.stride()).fill_(1.0)
+    planner.caches().clear()
+    for _ in ("cold", "warm"):
+        planner.einsum(spec, whole, other)
+    assert torch_rules._ALIKE
+    ours, theirs = (
+        kept_bytes(torch, functools.partial(f, spec), (part, other)) for f in (planner.einsum, torch.einsum)
+    )
+    assert ours <= theirs
+    planner.caches().clear()
+    assert not torch_rules._ALIKE
 
 
 def test_the_only_operand_with_a_gradient_is_not_kept(torch):
