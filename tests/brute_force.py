@@ -47,7 +47,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
             later = Node(cast, (Node(op.with_layouts(()), (Leaf(operand),)),))
             yield Grown(later, status, cast.spec.output)
         if len(network.leaves) == 1 and not network.gathers:  # one operand, no index array: one step, if any
-            if term != network.result:
+            if term != network.result or len(set(term)) < len(term):  # "aa -> aa" keeps the diagonal
                 tree = Node(Einsum(step((term,), network.result), dtype), (tree,))
             yield Grown(tree, network.open, network.result)
             return
