@@ -17,8 +17,8 @@ __all__ = ["order_children", "prefer_autograd", "quicken_steps"]
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
-# So many bytes are in the cache.
-_SMALL = 2**16
+# Scratch of two gradients at once, and how much memory a plan may take that autograd runs, if another takes less.
+_MOST_SCRATCH, _MOST_MEMORY = 2**16, 2**18
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -71,7 +71,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
-    naive one, with the steps that autograd runs. They must not take more memory, but for what is in the cache.
+    naive one, with the steps that autograd runs. They take no more memory, or little.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
@@ -90,12 +90,12 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     def choices(op: Op) -> Sequence[PricedImplementation]:
         """Return the rows that autograd runs. It holds the scratch of two gradients at once, so it must be small."""
         known = [choice for choice in space.choices(op) if choice.lowering in rows]
-        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _SMALL]
+        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _MOST_SCRATCH]
         return small or space.choices(op)
 
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
-    most = Limits(max(best.cost.peak_bytes, _SMALL), max(best.cost.retained_bytes, _SMALL))
+    most = Limits(max(best.cost.peak_bytes, _MOST_MEMORY), max(best.cost.retained_bytes, _MOST_MEMORY))
     for tree in (best.tree, *((naive.tree,) if naive else ())):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         if keeps_within(found.cost, most) and seconds(found) < least:
