@@ -85,18 +85,24 @@ def test_a_long_plan_keeps_operands_in_place_of_copies():
     assert plan.cost.retained_bytes == 0
 
 
-def test_products_without_gradients_that_need_views_are_one_call(monkeypatch):
+@pytest.fixture
+def equations(monkeypatch):
+    """The equations that native calls pass to torch's einsum from now on."""
     from planner.backends.torch import eager
 
-    equations = []
+    called = []
 
     class Operators:
         def einsum(self, equation, operands):
-            equations.append(equation)
+            called.append(equation)
             return torch.einsum(equation, *operands)
 
     monkeypatch.setattr(eager, "_OPERATORS", Operators())
     planner.caches().clear()
+    return called
+
+
+def test_products_without_gradients_that_need_views_are_one_call(equations):
     operands = integers(2, 4, 3, 2, 5), integers(2, 6, 3, 5)
     found = planner.contract("BTKGH,BSKH->BTKGS", *operands)
     assert len(equations) == 1
@@ -116,18 +122,7 @@ def test_products_without_gradients_that_need_views_are_one_call(monkeypatch):
         ("ebnd,ebnfc->efbcd", [(4, 2, 16, 16), (4, 2, 16, 2, 8)]),
     ],
 )
-def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shapes, monkeypatch):
-    from planner.backends.torch import eager
-
-    equations = []
-
-    class Operators:
-        def einsum(self, equation, operands):
-            equations.append(equation)
-            return torch.einsum(equation, *operands)
-
-    monkeypatch.setattr(eager, "_OPERATORS", Operators())
-    planner.caches().clear()
+def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shapes, equations):
     operands = [integers(*shape) for shape in shapes]
     found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
     assert len(equations) == 1
