@@ -51,7 +51,7 @@ def test_sizes_fit_their_scale(scale):
 
 
 def test_planner_and_what_users_write_agree_on_every_row():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     for row in map(small, ROWS):
         operands, indices = row.operands("torch"), row.indices("torch")
         expected = gather_then_einsum(row)(torch, *operands, **indices)
@@ -62,7 +62,7 @@ def test_planner_and_what_users_write_agree_on_every_row():
 
 def test_jax_writes_gathers_the_same_way():
     jnp = pytest.importorskip("jax.numpy")
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     rows = [row for row in ROWS if row.pools][::5]
     for row in map(small, rows):
         expected = gather_then_einsum(row)(torch, *row.operands("torch"), **row.indices("torch"))
@@ -71,7 +71,7 @@ def test_jax_writes_gathers_the_same_way():
 
 
 def test_operands_are_stored_as_the_table_says():
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     rows = [row for row in ROWS if row.views]
     assert len(rows) >= 10
     for row in rows:
@@ -79,7 +79,7 @@ def test_operands_are_stored_as_the_table_says():
 
 
 def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(monkeypatch, capsys):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     rows = {row.spec: small(row) for row in ROWS}
     kept = tuple(rows[spec] for spec in ("bij,bje->bie", "uw,zu->zuw", "s[e]c, e -> d[e]c"))
     monkeypatch.setattr(bench, "corpus", lambda scale: kept)
@@ -92,7 +92,7 @@ def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(m
 
 
 def test_rows_that_need_more_memory_than_einsum_are_printed_and_counted(monkeypatch, capsys):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     rows = [row for row in corpus("cache") if row.name in ("bie,bje->bij", "bm,bm->b")]
     monkeypatch.setattr(bench, "corpus", lambda scale: tuple(rows))
     settings = Settings(scales=("cache",))
@@ -137,7 +137,7 @@ LEAN_ROWS = {
 @pytest.mark.parametrize(("framework", "name"), [(key, name) for key, names in LEAN_ROWS.items() for name in names])
 def test_plans_take_no_more_memory_than_einsum(framework, name):
     """Without gradients they allocate no more, with gradients they keep no more: measured, by default."""
-    pytest.importorskip(framework)
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
     row = next(row for row in corpus("cache") if row.name == name)
     einsum = bench.RUNS[framework](bench.Way(bench.EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
     ours = einsum.use(bench.our_way(row))
