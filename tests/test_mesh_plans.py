@@ -64,6 +64,18 @@ def test_any_contraction_has_a_plan_for_any_mesh(problem, random):
         assert plan.cost.seconds == pytest.approx(steps + sum(c.seconds for c in plan.collectives()), rel=1e-9)
 
 
+def test_a_part_of_one_element_lies_otherwise_than_the_whole():
+    """A dimension of size 1 stands in no layout, so that the choices of a part cannot be those of the whole."""
+    shapes = [(2, 2, 2), (2, 2, 2, 2, 4), (2,), (2, 4, 2)]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    for split in itertools.product(["x", None], repeat=2):
+        placements = {1: (None, None, None, None, split[0]), 3: (None, split[1], None)}
+        plan = planner.plan(
+            "abc, ...abf, a, afb -> b", *operands, mesh={"x": 4}, placements=placements, backend="torch", device="h100"
+        )
+        assert len(whole_plan(plan).steps) == len(plan.steps)
+
+
 def test_the_best_tree_on_the_mesh_is_another(jax):
     alone, together = make(CHAIN, backend="jax"), make(CHAIN, backend="jax", mesh={"x": 8}, placements=SPLIT_K)
     assert (alone.path, together.path) == (((1, 2), (0, 1)), ((0, 1), (0, 1)))

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 from conftest import GOLDEN, assert_on_file, examples, run_python
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from laws import exact_problems, needing_gradients, plan_of
 
@@ -27,10 +27,18 @@ from planner.program.loops import resize_tree, slice_counts
 from planner.program.ops import Guard
 from planner.program.serial import decode
 from planner.search.slicing import worth_cutting
-from planner.testing import problems
+from planner.testing import Problem, problems
 from planner.workloads import WORKLOADS
 
 
+# Guards that show in gradients only, and no gradient reads: the bound was lost.
+UNREAD = Problem(
+    spec="q[a] abf, af, a, ab -> ", shapes=((2, 2, 2, 3), (2, 3), (2,), (2, 2)), sizes=None, indices={"q": np.zeros(2, int)},
+    index_mode="raise", dtypes=("float32",) * 4, requires_grad=(False, False, True, True), seed=0, max_value=3,
+)  # fmt: skip
+
+
+@example(UNREAD, "time")
 @settings(max_examples=examples(100, 1000))
 @given(problems(), st.sampled_from(OBJECTIVES))
 def test_json_gives_an_equal_plan_back(case, objective):

@@ -96,12 +96,23 @@ class _PlanTree:
             arguments = (*inputs, *(indices[name] for name in step_guards.arrays))
             how = Mode(mode, self.precision, self.lower)
             (result,) = bind_step(op, arguments, how, op.output_shapes, step_guards)
-        return checkpoint_name(result, KEPT) if id(node) in self.kept else result
+        return _kept(result) if id(node) in self.kept else result
 
     def _loop_value(self, node: Node, loop: Loop, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str) -> Any:
         inputs = tuple(self._value(child, leaves, indices, mode) for child in node.children)
         result = self.loop_run(loop)(inputs, tuple(indices[name] for name in loop.spec.arrays), mode)
-        return checkpoint_name(result, KEPT) if id(node) in self.kept else result
+        return _kept(result) if id(node) in self.kept else result
+
+
+def _kept(value: Any) -> Any:
+    """Return a value under the name by which the checkpoint keeps it.
+
+    Of a complex one the parts are named: JAX rounds what a checkpoint keeps and also reads, and cannot round complex
+    numbers.
+    """
+    if not jax.numpy.iscomplexobj(value):
+        return checkpoint_name(value, KEPT)
+    return jax.lax.complex(*(checkpoint_name(part(value), KEPT) for part in (jax.lax.real, jax.lax.imag)))
 
 
 def _guarded(tree: Tree) -> tuple[Guard | None, Tree]:

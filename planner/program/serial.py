@@ -158,7 +158,9 @@ def _with_guards(plan: PlanRecord) -> PlanRecord:
     lower = Lowerer(
         lambda op: table.choices(op, plan.device) if isinstance(op, Guard) else (), step_key("time"), stored
     )
-    return _rebuilt(plan, lower)
+    rebuilt = _rebuilt(plan, lower)
+    # Guards that show in gradients only may be in no program.
+    return rebuilt if rebuilt.programs.has_guards else plan
 
 
 def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:

@@ -39,7 +39,7 @@ from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Cast, Guard, Op
-from planner.program.plan import AnyPlan, PlanRecord
+from planner.program.plan import AnyPlan, Loop, PlanRecord
 from planner.program.program import Step
 from planner.program.tree import Node, Tree, change_tree
 
@@ -279,8 +279,13 @@ def whole_plan(plan: PlanRecord) -> PlanRecord:
     def change(node: Node, children: tuple[Tree, ...]) -> Tree:
         return dataclasses.replace(node, op=resize(node.op), children=children)
 
-    fixed = {resize(step.op): step.choice for step in plan.steps if not isinstance(step.op, Guard)}
-    table = load_backend(plan.backend).table
+    table, fixed = load_backend(plan.backend).table, {}
+    for step in plan.steps:
+        op = resize(step.op)
+        # How a result lies in memory depends on sizes, so a choice is made anew for the whole.
+        choice = step.choice if isinstance(op, Loop) else table.price(step.choice.lowering, op, plan.device)
+        if choice is not None and not isinstance(op, Guard):
+            fixed[op] = choice
     lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
     tree = change_tree(plan.tree, change)
     programs = build(tree, mesh.whole, given_variables(mesh.whole), lower)

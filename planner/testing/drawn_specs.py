@@ -171,6 +171,8 @@ def drawn_spec(
         chosen = draw(st.lists(sampled(*letters), min_size=fewest, max_size=3, unique=True))
         if chosen and happens("repeated", 1):
             chosen.insert(draw(st.integers(0, len(chosen))), draw(sampled(*chosen)))
+        if k and draw(chance(1)):
+            chosen = draw(st.permutations(terms[draw(st.integers(0, k - 1))]))
         terms[k] = list(chosen)
     output: list[Any] = []
     if not implicit:
@@ -179,6 +181,9 @@ def drawn_spec(
             output = list(draw(st.lists(sampled(*carried), max_size=3, unique=True)))
         if output and happens("repeated output", 1):
             output.insert(draw(st.integers(0, len(output))), draw(sampled(*output)))
+        if draw(chance(1)):
+            output = list(terms[draw(st.integers(0, number - 1))])
+            output = output if "repeated output" in features else list(dict.fromkeys(output))
         fresh = [a for a in letters if a not in carried]
         if fresh and happens("broadcast output", 2):
             output.insert(draw(st.integers(0, len(output))), draw(sampled(*fresh)))
