@@ -37,7 +37,7 @@ def test_the_laws_of_the_front():
     @settings(max_examples=examples(30, 600))
     @given(exact_problems(max_operands=3, max_size=9))
     def law(case):
-        if case.seed % 2:  # NumPy runs plans without gradients
+        if case.seed % 3:  # NumPy runs plans without gradients
             case = dataclasses.replace(case, requires_grad=(False,) * len(case.shapes))
         operands, given = stand_ins(case)
         options = {"backend": "numpy", **given}
