@@ -165,6 +165,12 @@ def test_limits_hold_for_all_values_and_index_arrays(torch):
     floors = Floors()
 
     @settings(max_examples=examples(10, 400))
+    # The whole index array is brought into range, though only its diagonal is read.
+    @example(
+        Problem("q[bb] a, a, a, a -> ", ((2, 3), (3,), (3,), (3,)), None, {"q": np.zeros((2, 2), int)}, seed=1),
+        "raise",
+        False,
+    )
     @given(exact_problems(**_SCALED, gathers=True), st.sampled_from(["raise", "drop", "nan"]), st.booleans())
     def law(problem, mode, is_complex):
         random = Random(problem.seed)
@@ -210,12 +216,21 @@ def test_an_expanded_output_gradient_keeps_to_the_limit(torch):
     assert all((g == 400).all() for g in found)
 
 
+ROOMY = Problem(
+    "b, bb q[ba]  p[b], ba, b q[ba] -> b", ((2,), (2, 2, 3, 3), (2, 2), (2, 3)),
+    indices={"q": np.array([[0, 2], [0, 0]]), "p": np.zeros(2, np.int64)}, seed=436,
+)  # fmt: skip
+
+
 def test_xla_plans_no_more_than_the_limit(jax):
     floors = Floors()
 
     @settings(max_examples=examples(12, 200))
     # XLA takes more than was predicted, so that a tighter plan is taken.
     @example(Problem("ij,ij,jk->ik", ((64, 64),) * 3), 20_480)
+    # The plan that has room keeps to the limit, though no tighter one does.
+    @example(ROOMY, None)
+    @example(Problem("a, a, aa, aa", ((3,), (3,), (1, 1), (3, 3)), seed=245), None)
     @given(PROBLEMS, st.none())
     def law(problem, limit):
         operands = [jax.numpy.asarray(x) for x in problem.operands()]

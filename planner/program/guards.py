@@ -149,7 +149,7 @@ def dropped_brackets(term: Term, spec: Spec) -> tuple[Gather, ...]:
 
 def index_bytes(spec: Spec) -> int:
     """Return the bytes of all index arrays in range: an array of other integers, or with negative ones, is copied."""
-    return sum(8 * _rows(spec, gather.axes) for gather in spec.gathers)
+    return sum(8 * math.prod(spec.shape(gather.axes)) for gather in spec.gathers)
 
 
 def guard_bytes(op: Guard) -> int:

@@ -10,6 +10,7 @@ too: inside another `jit` nothing else is known.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable
 
 from planner.cost.limits import within
@@ -59,13 +60,15 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
     if _need(least) <= limit and least.options.retain_limit == options.retain_limit:
         return dataclasses.replace(least, options=options, proven=False)
     enough = (_need(least), least.options.retain_limit)
-    # A loop over very small slices may need more when compiled than the plan without a limit.
+    # A loop over very small slices may need more when compiled than a plan that has room.
     try:
-        unlimited = _verify(make(dataclasses.replace(options, memory_limit=None)))
+        roomy = _verify(make(dataclasses.replace(options, memory_limit=sys.maxsize)))
     except PlannerLimitError:
         pass  # the retain limit alone cannot be met
     else:
-        enough = min(enough, (_need(unlimited), options.retain_limit), key=lambda limits: limits[0])
+        if _need(roomy) <= limit:
+            return dataclasses.replace(roomy, options=options, proven=False)
+        enough = min(enough, (_need(roomy), options.retain_limit), key=lambda limits: limits[0])
     asked = (limit, options.retain_limit)
     raise PlannerLimitError.naming("no plan was found whose compiled programs stay", asked, enough)
 
