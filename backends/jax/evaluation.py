@@ -168,12 +168,16 @@ def run_plain(op: Op, inputs: Sequence[Any], lowering: str, precision: Any) -> A
             return as_dot(op.spec)(*inputs, precision=precision, dtype=jnp.dtype(op.dtype))
         (x,), (shape,) = inputs, op.input_shapes
         x = x if x.dtype == op.dtype else cast(x, op.dtype)
-        return evaluation(OPS, op.spec)([x if x.shape == shape else x.reshape(shape)], {}, False)
+        return evaluation(OPS, op.spec)([_shaped(x, shape)], {}, False)
 
 
 def _given(op: Op, raw: Mapping[str, Any]) -> dict[Gather, Any]:
     """Return the index arrays that an op reads, by gather, shaped as the op's spec has them."""
-    return {gather: raw[gather.array].reshape(op.spec.shape(gather.axes)) for gather in op.gathers}
+    return {gather: _shaped(raw[gather.array], op.spec.shape(gather.axes)) for gather in op.gathers}
+
+
+def _shaped(x: Any, shape: Shape) -> Any:
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def evaluate(
@@ -202,7 +206,7 @@ def evaluate(
         several: whether the step runs on several devices.
     """
     count, index_mode = input_count(op), mode.index_mode
-    inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
+    inputs = [_shaped(x, shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     inputs = [cast(x, op.dtype) for x in inputs]  # see `Cast.fused`
     raw = dict(zip(guards.arrays, arguments[count:], strict=True))
 
@@ -228,7 +232,7 @@ def evaluate(
         given = _given(op, raw)
         results = run_on_devices(run, op, inputs, given, index_mode) if parted else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
-    return [guarded(x, each).reshape(view) for x, each, view in pairs]
+    return [_shaped(guarded(x, each), view) for x, each, view in pairs]
 
 
 # Stock implementations that take rows or add them up.

@@ -44,11 +44,18 @@ def _is_narrow(size: Any) -> bool:
     return most < 2**31 - 1
 
 
+def _wrap(values: Any, size: Any) -> Any:
+    if is_symbol(size):
+        return lax.select(values < 0, values + size, values)
+    # The operators of `jnp` are compiled functions, which are traced anew for each size.
+    return lax.select(lax.lt(values, lax.full_like(values, 0)), lax.add(values, lax.full_like(values, size)), values)
+
+
 _JAX = IndexOps(
     signed=_signed,
     bounds=lambda values: None,
     first=lambda mask: (),
-    wrap=lambda values, size, owned: lax.select(values < 0, values + size, values),
+    wrap=lambda values, size, owned: _wrap(values, size),
     fill=lambda values, mask, number, owned: jnp.where(mask, number, values),
     clip=lambda values, low, high, owned: lax.clamp(
         jnp.asarray(low, values.dtype), values, jnp.asarray(high, values.dtype)

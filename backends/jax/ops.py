@@ -15,7 +15,7 @@ from planner.backends.common.stock import Product
 from planner.backends.jax.index import is_outside
 from planner.backends.jax.products import as_dot
 from planner.kernels.grouping.jax_grouping import accumulator
-from planner.language.spec import Spec
+from planner.language.spec import Spec, is_symbol
 from planner.program.forms import ProductForm
 
 __all__ = ["MARKING_ALL", "MARKING_TAKES", "OPS", "JaxOps"]
@@ -45,14 +45,27 @@ class JaxOps:
         return jnp.arange(size)
 
     def take(self, x: Any, index: Sequence[Any]) -> Any:
-        return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        if len(index) > 1:
+            return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        # The function of `jnp` takes a millisecond more to trace and lower for each size that is new.
+        (rows,) = index
+        dims = lax.GatherDimensionNumbers(tuple(range(rows.ndim, rows.ndim + x.ndim - 1)), (0,), (0,))
+        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return lax.gather(x, lax.expand_dims(rows, (rows.ndim,)), dims, (1, *x.shape[1:]), mode=mode)
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
         # XLA cannot add booleans up. A result is true if any of its values is.
         kind = jnp.int32 if values.dtype == jnp.bool_ else accumulator(values.dtype)
-        out = self.start(tuple(shape), index, kind)
-        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="drop", wrap_negative_indices=False)
-        return out.astype(values.dtype)
+        out, dtype = self.start(tuple(shape), index, kind), values.dtype
+        values = values if dtype == out.dtype else values.astype(out.dtype)
+        if len(index) > 1 or values.shape != (*index[0].shape, *shape[1:]):
+            out = out.at[tuple(index)].add(values, mode="drop", wrap_negative_indices=False)
+        else:
+            (rows,) = index
+            dims = lax.ScatterDimensionNumbers(tuple(range(rows.ndim, values.ndim)), (0,), (0,))
+            mode = lax.GatherScatterMode.FILL_OR_DROP
+            out = lax.scatter_add(out, lax.expand_dims(rows, (rows.ndim,)), values, dims, mode=mode)
+        return out if dtype == out.dtype else out.astype(dtype)
 
     def start(self, shape: tuple[int, ...], index: Sequence[Any], dtype: Any) -> Any:
         """Return what `add_at` adds values to."""
@@ -70,7 +83,14 @@ class _TakingOps(JaxOps):
     """The same, but a row at an index out of range is NaN. XLA writes it in the loop that takes rows."""
 
     def take(self, x: Any, index: Sequence[Any]) -> Any:
-        return x.at[tuple(index)].get(mode="fill", fill_value=math.nan, wrap_negative_indices=False)
+        if len(index) > 1 or is_symbol(x.shape[0]):
+            return x.at[tuple(index)].get(mode="fill", fill_value=math.nan, wrap_negative_indices=False)
+        # As an unsigned number a negative one is out of range too.
+        (rows,), taken = index, super().take(x, index)
+        numbers = lax.bitcast_convert_type(rows, jnp.dtype(f"u{rows.dtype.name}"))
+        inside = lax.lt(numbers, lax.full_like(numbers, x.shape[0]))
+        inside = lax.broadcast_in_dim(inside, taken.shape, tuple(range(rows.ndim)))
+        return lax.select(inside, taken, lax.full_like(taken, math.nan))
 
 
 class _AddingOps(_TakingOps):
@@ -78,7 +98,8 @@ class _AddingOps(_TakingOps):
 
     def start(self, shape: tuple[int, ...], index: Sequence[Any], dtype: Any) -> Any:
         bad = [is_outside(values, 0, size) for values, size in zip(index, shape, strict=False)]
-        return jnp.full(shape, jnp.where(functools.reduce(operator.or_, bad), math.nan, 0), dtype)
+        nan, zero = (jnp.asarray(number, dtype) for number in (math.nan, 0))
+        return lax.broadcast(lax.select(functools.reduce(operator.or_, bad), nan, zero), shape)
 
 
 OPS, MARKING_TAKES, MARKING_ALL = JaxOps(), _TakingOps(), _AddingOps()
