@@ -18,6 +18,9 @@ from planner.testing.judgement import Subject
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
+
 from planner.backends.torch.contexts import traced as torch_operators  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 
@@ -164,6 +167,27 @@ def test_sublists_lists_and_several_calls():
     agree(lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), a, b)
     agree(lambda a, b: planner.contract("ij, jk -> ik", [a, b]) + planner.contract("ij, jk -> ik", (a, b)), a, b)
     agree(lambda a: planner.contract("ij,ij->i", a, a) + planner.contract("ii->i", a[:2])[:1], a)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_small_gathers_are_fused_with_the_look_at_their_index(dtype):
+    """The compiled program holds no product of matrices, and looks in its own loops."""
+    operands, q = small((8, 4, 5), (6, 5, 3)), torch.tensor([0, 5, -1, 2, 2, -6, 3, 4], dtype=dtype)
+    graphs = []
+
+    def look(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    made = compiled(lambda a, c: planner.contract(SPEC, a, c, q=q), backend=aot_autograd(fw_compiler=look))
+    assert torch.equal(made(*operands), planner.contract(SPEC, *operands, q=q))
+    targets = {target for graph in graphs for target in graph}
+    assert graphs
+    assert not {torch.ops.aten.bmm.default, torch.ops.planner.in_range.default} & targets
+    for bad in (6, -7):
+        q[3] = bad
+        with pytest.raises(planner.IndexRangeError, match=rf"'q'\[3\] is {bad}, outside of \[-6, 6\)"):
+            made(*operands)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -141,6 +141,7 @@ def test_operators_are_registered_as_torch_wants_them():
     torch.library.opcheck(forward, (text, '[["q", null]]', [q], operands))
     torch.library.opcheck(ours.backward.default, (text, '[["q", null]]', [q], result, operands, kept))
     torch.library.opcheck(ours.in_range.default, (torch.tensor([0, 3, -1]), "q", "n", 4, "raise"))
+    torch.library.opcheck(ours.refuse.default, (torch.tensor(False), torch.tensor([0, 3, -1]), "q", "n", 4))
     counted(call, *operands)
     assert {ours.forward, ours.backward} <= set(flop_registry)
 

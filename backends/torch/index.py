@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.contexts.modes import fixed, in_functorch, unscripted, usual, watched
+from planner.backends.torch.contexts.modes import (
+    bare_operators,
+    fixed,
+    in_functorch,
+    unscripted,
+    usual,
+    watched,
+)
 from planner.backends.torch.ops import is_recorded, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -208,6 +215,8 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
     if raw.is_meta:
         return raw.long(), False
     if is_recorded(raw):  # a tracer records the check, which looks at the values when it runs
+        if rule.bad == "refuse" and rule.wraps and _fuses(raw):
+            return _refused_if_outside(raw, gather.array, "".join(gather.axes), fixed(size)), False
         return _in_range_later(raw, gather.array, "".join(gather.axes), fixed(size), mode), rule.bad == "drop"
     if raw.numel() == 0:
         return raw.long(), False
@@ -239,6 +248,28 @@ def _in_range_rule(raw: Tensor, array: str, axes: str, size: int, mode: str) -> 
     return torch.empty(raw.shape, dtype=torch.int64, device=raw.device)
 
 
+def _fuses(raw: Tensor) -> bool:
+    """Return whether a compiler fuses a look at an index array with the steps around it."""
+    compiles = torch.compiler.is_compiling() and not (bare_operators() or in_functorch())
+    return compiles and raw.is_cpu and raw.dtype in (torch.int64, torch.int32)
+
+
+def _refused_if_outside(raw: Tensor, array: str, axes: str, size: int) -> Tensor:
+    """Return the entries in range, by operators that a compiler fuses. One in Python refuses what they find outside.
+
+    That takes half of the time of looking in Python.
+    """
+    outside = ((raw < -size) | (raw >= size)).any()
+    torch.ops.planner.refuse.default(outside, raw, array, axes, size)
+    # Nothing is added, but a compiler may not read rows before the look.
+    return torch.where(raw < 0, raw + size, raw).long() + outside
+
+
+def _refuse(outside: Tensor, raw: Tensor, array: str, axes: str, size: int) -> None:
+    if outside:
+        torch_in_range(raw, Gather(array, tuple(axes), size), "raise")
+
+
 # `torch.library.custom_op` would wrap these functions in ways that take longer than a small check.
 _library = torch.library.Library("planner", "FRAGMENT")
 _library.define(
@@ -246,6 +277,13 @@ _library.define(
 )
 _library.impl("in_range", _in_range_now, "CompositeExplicitAutograd")
 torch.library.register_fake("planner::in_range", _in_range_rule, lib=_library)
+# It is said to write to the flag, for otherwise a compiler would drop it.
+_library.define(
+    "refuse(Tensor(a!) outside, Tensor raw, str array, str axes, SymInt size) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("refuse", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("planner::refuse", lambda outside, raw, array, axes, size: None, lib=_library)
 _in_range_later: Callable[[Tensor, str, str, int, str], Tensor] = torch.ops.planner.in_range.default
 
 
