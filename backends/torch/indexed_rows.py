@@ -369,8 +369,10 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
         if moves:
             x = x.permute(order)
-        if others:
+        if others and rows:
             return x[indices(index)]
+        if others:  # by single numbers torch would return a view
+            return x[tuple([q.reshape(1) for q in indices(index)])].squeeze(0)
         q = index[first]
         if rank == 1:
             return x.index_select(0, q)
