@@ -35,7 +35,7 @@ from planner.language.spec import Gather, Operand, term_axes
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import resize_nodes, resize_ops, resize_steps
-from planner.program.ops import Einsum
+from planner.program.ops import Einsum, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
 from planner.search.choose import is_as_lean_as_einsum, make_plan
@@ -73,6 +73,9 @@ class Family:
 
 
 T = TypeVar("T")
+Sizes = Mapping[str | Gather, int]
+# Steps at other sizes, see `resize_steps`.
+Steps = Iterable[tuple[Op, PricedImplementation | None]]
 
 # By the representative, and by the entry of `PARTS`.
 FAMILIES: dict[tuple[Contraction, int], Family] = {}
@@ -217,18 +220,21 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return Family(plan, not wide)
     if wide and not is_small(plan):
         return Family(plan, False)
-    smallest = _at_sizes_of(plan, space)
-    if prefer_autograd(space, smallest) is not smallest:
-        return Family(plan, False)
-    lower, sizes = space.lowerer("time"), _sizes_of(plan, space)
+    sizes = _sizes_of(plan, space)
+    steps = list(resize_steps(plan, sizes, space.table))
     only_tree = len(space.operands) <= 2 and not space.network.gathers
+    if any(space.requires) or not only_tree:
+        smallest = _with_steps(plan, space, sizes, steps)
+        if prefer_autograd(space, smallest) is not smallest:
+            return Family(plan, False)
+    lower = space.lowerer("time")
     if only_tree and all(lower(op).lowering == lowering for op, lowering in resize_ops(plan, sizes)):
         return Family(plan, True)
-    steps = list(resize_steps(plan, sizes, space.table))
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if only_tree:
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
-    if not is_as_lean_as_einsum(make_plan(low, partial(_at_sizes_of, plan), loops=False)):
+    found = {"tree": smallest.tree, "programs": smallest.programs, "proven": False, "origin": smallest.origin}
+    if not is_as_lean_as_einsum(PlanRecord.of_contraction(low, **found)):
         return Family(plan, False)
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))
@@ -279,7 +285,11 @@ def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int
 def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     """Return the representative's plan at the sizes of a member."""
     sizes = _sizes_of(representative, space)
-    steps = resize_steps(representative, sizes, space.table)
+    return _with_steps(representative, space, sizes, resize_steps(representative, sizes, space.table))
+
+
+def _with_steps(representative: PlanRecord, space: SearchSpace, sizes: Sizes, steps: Steps) -> Candidate:
+    """Return the representative's plan at the sizes of a member, from its steps at these sizes."""
     fixed = {op: choice for op, choice in steps if choice is not None}
     lower = space.lowerer("time", fixed, representative.programs.copies is not None)
     tree = resize_nodes(representative.tree, sizes)
@@ -287,7 +297,7 @@ def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     return Candidate(space.programs(tree, lower), tree, lower, False, origin)
 
 
-def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Mapping[str | Gather, int]:
+def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Sizes:
     """Return the sizes of a member by the axes and gathers of its representative's steps."""
     gathers = zip(representative.resolved.spec.gathers, space.resolved.spec.gathers, strict=True)
     # The letters of gathered dimensions are the same for all members.
