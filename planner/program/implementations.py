@@ -39,6 +39,8 @@ MASK, LOOP = "mask", "loop"
 
 # From operands and index arrays to the result.
 RunPlan = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+Choices = tuple[PricedImplementation, ...]
+Names = frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +165,15 @@ class Table:
         self.rows, self.more, self.priced = {row.name: row for row in rows}, more, 0
         self.plain: Mapping[str, Sequence[str]] = dict.fromkeys(plain, plain)
         self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
-        self._asked: dict[tuple[bool, int, str, bool], list[Implementation]] = {}
+        self._asked: dict[tuple[bool, int, str, bool, Names], list[Implementation]] = {}
 
     @property
     def has_changed(self) -> bool:
         """Whether rows were added, replaced or removed after the table was made."""
         return tuple(self.rows.values()) != self._given
 
-    def choices(self, op: Op, device: Device, key: StepKey | None = None) -> tuple[PricedImplementation, ...]:
-        """Return the implementations of an op and their costs, without variants.
+    def choices(self, op: Op, device: Device, key: StepKey | None = None, among: Names = None) -> Choices:
+        """Return the implementations of an op and their costs, without variants; `among` names all that are asked.
 
         There may be none for a joint gradient. Then each gradient is a step of its own. With a key, rows are left out
         whose least cost already is no better than the cost of another.
@@ -179,17 +181,15 @@ class Table:
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
             self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
-        return self._choices(op, device, key)
+        return self._choices(op, device, key, among)
 
-    def _price_rows(self, op: Op, device: Device, key: StepKey | None) -> tuple[PricedImplementation, ...]:
+    def _price_rows(self, op: Op, device: Device, key: StepKey | None, among: Names) -> Choices:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
         plain, special, best = not op.gathers, isinstance(op, Guard | Loop), tuple[int, ...]()
-        rows = self._rows_for(plain, len(op.input_terms), device.kind, key is step_key("time"))
-        leasts: dict[str, tuple[int, ...]] = {}
-        if key and not plain:  # stock rows take long to price then: those first that may be the best
-            leasts = {row.name: key(row.least(op, device)) for row in rows if row.least}
-            rows = sorted(rows, key=lambda row: leasts.get(row.name, ()))
+        rows = self._rows_for(plain, len(op.input_terms), device.kind, key is step_key("time"), among)
+        leasts = {row.name: key(row.least(op, device)) for row in rows if row.least} if key and not plain else {}
+        rows = sorted(rows, key=lambda row: leasts.get(row.name, ()))  # stock rows take long then: they come last
         choices: list[PricedImplementation] = []
         for row in rows:
             if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:
@@ -201,17 +201,17 @@ class Table:
             choices.sort(key=lambda choice: list(self.rows).index(choice.lowering))
         return tuple(choices)
 
-    def _rows_for(self, plain: bool, inputs: int, kind: str, for_time: bool) -> list[Implementation]:
+    def _rows_for(self, plain: bool, inputs: int, kind: str, for_time: bool, among: Names) -> list[Implementation]:
         """Return the rows to ask about ops: without gathers or with some, on a kind of device, for the least time."""
         if self.has_changed:
             self._asked.clear()
-        rows = self._asked.get((plain, inputs, kind, for_time))
-        if rows is None:
-            rows = self._asked[plain, inputs, kind, for_time] = [
+        if (rows := self._asked.get(asked := (plain, inputs, kind, for_time, among))) is None:
+            rows = self._asked[asked] = [
                 row
                 for row in self.rows.values()  # most end here; `refusal` would also make the text of the reason
                 if not (row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds))
                 and row.inputs in (None, inputs)
+                and (among is None or row.name in among)
                 and not (for_time and row.slower_than in self.rows)
             ]
         return rows
@@ -223,7 +223,7 @@ class Table:
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
-        runs = [self.rows[step.choice.lowering].run for step in steps]
+        runs = (self.rows[step.choice.lowering].run for step in steps)
         return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:

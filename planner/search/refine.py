@@ -86,10 +86,11 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     if least == best.cost.seconds:
         return best
     rows = backend.autograd_rows or {}
+    among = frozenset(rows)
 
     def choices(op: Op) -> Sequence[PricedImplementation]:
         """Return the rows that autograd runs. It holds the scratch of two gradients at once, so it must be small."""
-        known = [choice for choice in space.choices(op) if choice.lowering in rows]
+        known = space.choices(op, among=among)
         small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _MOST_SCRATCH]
         return small or space.choices(op)
 

@@ -105,14 +105,16 @@ class SearchSpace:
     def _steps_on(self, network: Network) -> NetworkSteps:
         return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
 
-    def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
+    def choices(
+        self, op: Op, key: StepKey | None = None, among: frozenset[str] | None = None
+    ) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
 
         With symbolic sizes they are stock ones, because these need no numbers.
         """
         if self.contraction.symbols:
-            return self.stock_choices(op)
-        return self._with_exchange(op, self.table.choices(op, self.device, key))
+            return [c for c in self.stock_choices(op) if among is None or c.lowering in among]
+        return self._with_exchange(op, self.table.choices(op, self.device, key, among))
 
     def _with_exchange(self, op: Op, choices: Sequence[PricedImplementation]) -> Sequence[PricedImplementation]:
         """Add to prices, on a mesh, the time in which devices add up the results of an op."""
@@ -134,8 +136,8 @@ class SearchSpace:
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
-        choices = self.table.choices(op, self.device)
-        return self._with_exchange(op, [choice for choice in choices if self.table.rows[choice.lowering].stock])
+        stock = frozenset([row.name for row in self.table.rows.values() if row.stock])
+        return self._with_exchange(op, self.table.choices(op, self.device, None, stock))
 
     def naive_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return the stock implementations at the cost of the framework's own functions, which may copy less."""
