@@ -130,6 +130,24 @@ def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shape
     assert found.stride() == expected.stride()
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "order"),
+    [
+        ("bqhgd,bkhd->bhgqk", [(2, 3, 2, 4, 5), (2, 6, 2, 5)], "bhqgk"),
+        ("hbqgd,bkhd->bhgkq", [(2, 3, 5, 4, 6), (3, 7, 2, 6)], "hbqgk"),
+        ("ijxyz,iojxz->jioxy", [(2, 3, 4, 5, 6), (2, 7, 3, 4, 6)], "ijxoy"),  # a batch in another order
+        ("ijyxz,ijoz->jioyx", [(2, 3, 4, 5, 6), (2, 3, 7, 6)], "ijoyx"),  # another, with the second operand first
+    ],
+)
+def test_products_whose_groups_change_order_are_one_call_and_a_view(spec, shapes, order, equations):
+    operands = [integers(*shape) for shape in shapes]
+    found = planner.contract(spec, *operands)
+    assert len(equations) == 1
+    assert torch.equal(found, torch.einsum(spec, *operands))
+    out = spec.split("->")[1]
+    assert found.permute([out.index(axis) for axis in order]).is_contiguous()
+
+
 # Specs, shapes of operands, `sizes=`, and shapes of index arrays with the size of what they index.
 GATHERS = {
     "rows of two operands": ("s[e]c, d[e]c -> e", [(9, 5), (8, 5)], None, {"s": ((6,), 9), "d": ((6,), 8)}),

@@ -369,7 +369,8 @@ class _Compiler:
         matrices lack unit strides, because it does not keep the copies that `bmm` makes of them. It multiplies
         [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
         or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
-        evaluation orders axes.
+        evaluation orders axes. Without gradients the result is permuted where a group has another order in it than in
+        the output.
         """
         form, recorded = product_form(spec), self.chosen is not None
         assert form is not None
@@ -380,24 +381,26 @@ class _Compiler:
         tiny = not recorded and joint_elements(spec) <= MOST_SCATTERED
         if (scattered != recorded and not tiny) or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
             return None
-        swapped = False
+        swapped, output = False, spec.output
         if form.contracted:
-            if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
-                return None
             swapped = is_swapped(form, spec)
-            free = tuple(axis for axis in spec.output if axis not in form.batch)
+            if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
+                if recorded:
+                    return None
+                output = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
+            free = tuple(axis for axis in output if axis not in form.batch)
             if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
                 return None  # einsum has rules of its own for axes of size 1
         elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
             return None
         letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
-        first, second, out = ("".join(letters[str(axis)] for axis in term) for term in spec.terms)
+        first, second, out = ("".join(letters[str(axis)] for axis in term) for term in (*spec.inputs, output))
         einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
-        if swapped:
-            equation = f"{second},{first}->{out}"
-            return lambda a, b: einsum(equation, (b, a))
-        equation = f"{first},{second}->{out}"
-        return lambda a, b: einsum(equation, (a, b))
+        equation = f"{second},{first}->{out}" if swapped else f"{first},{second}->{out}"
+        if output != spec.output:
+            dims = tuple(output.index(axis) for axis in spec.output)
+            return lambda a, b: einsum(equation, (b, a) if swapped else (a, b)).permute(dims)
+        return (lambda a, b: einsum(equation, (b, a))) if swapped else (lambda a, b: einsum(equation, (a, b)))
 
     def _kept_copies(self, node: Node, standins: Sequence[Strided], result: Strided) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
