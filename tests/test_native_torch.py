@@ -148,6 +148,29 @@ def test_products_whose_groups_change_order_are_one_call_and_a_view(spec, shapes
     assert found.permute([out.index(axis) for axis in order]).is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "index"),
+    [
+        ("bhij,hij->bhij", [(2, 3, 4, 7), (3, 4, 7)], {}),
+        ("uw,zui->zuiw", [(3, 7), (2, 3, 4)], {}),
+        ("bhij, t[ij]h -> bhij", [(2, 3, 4, 7), (5, 3)], {"t": (4, 7)}),
+    ],
+)
+def test_products_that_torch_lays_out_in_rows_are_one_product(spec, shapes, index, monkeypatch):
+    from planner.backends.torch import ops
+
+    called, multiply = [], ops.multiply
+    monkeypatch.setattr(ops, "multiply", lambda a, b: called.append(a.shape) or multiply(a, b))
+    planner.caches().clear()
+    operands = [integers(*shape) for shape in shapes]
+    arrays = {name: torch.randint(0, 5, shape) for name, shape in index.items()}
+    found = planner.contract(spec, *operands, **arrays)
+    assert not called, "a look at strides that are known"
+    taken = [operands[0], operands[1][arrays["t"]]] if arrays else operands
+    assert torch.equal(found, torch.einsum(spec.replace("t[ij]h", "ijh"), *taken))
+    assert found.is_contiguous()
+
+
 # Specs, shapes of operands, `sizes=`, and shapes of index arrays with the size of what they index.
 GATHERS = {
     "rows of two operands": ("s[e]c, d[e]c -> e", [(9, 5), (8, 5)], None, {"s": ((6,), 9), "d": ((6,), 8)}),

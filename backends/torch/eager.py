@@ -28,7 +28,7 @@ from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import MULTIPLY_SUM, summed_axes, summed_product
+from planner.backends.torch.products import MULTIPLY_SUM, broadcast_product, summed_axes, summed_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
@@ -244,7 +244,7 @@ class _Compiler:
             return None
         run, result = made
         if result.copied and not copies:
-            kept = None if self.kept is None or kind != "matmul" else self._kept_copies(tree, standins, result)
+            kept = None if self.kept is None or kind != "matmul" else self._kept_copies(tree, standins)
             if self.kept is None or kept is None:
                 return None
             self.kept.extend(kept)
@@ -328,12 +328,13 @@ class _Compiler:
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
-            calls = matrix_product(form, spec) or self._einsum(spec, standins, result)
+            calls = matrix_product(form, spec) or self._einsum(spec, standins)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
             form = product_form(spec)
             assert form is not None
-            return self._einsum(spec, standins, result) or OPS.product(form, spec), result
+            follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
+            return broadcast_product(spec) if follows.strides == result.strides else OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
 
@@ -362,7 +363,7 @@ class _Compiler:
             return None if calls.keeps and not of_operand else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 
-    def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
+    def _einsum(self, spec: Spec, standins: Sequence[Strided]) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
 
         It takes less time than three calls that make views, but autograd records more of it. There it is of use if
@@ -375,24 +376,20 @@ class _Compiler:
         form, recorded = product_form(spec), self.chosen is not None
         assert form is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
-        scattered = bool(form.contracted) and any(copies_of(*operand)[1] for operand in operands)
+        scattered = any(copies_of(*operand)[1] for operand in operands)
         few_calls = _count_views(form, spec) < 3
         # Of few multiplications `bmm` takes less time than copies for unit strides.
         tiny = not recorded and joint_elements(spec) <= MOST_SCATTERED
         if (scattered != recorded and not tiny) or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
             return None
-        swapped, output = False, spec.output
-        if form.contracted:
-            swapped = is_swapped(form, spec)
-            if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
-                if recorded:
-                    return None
-                output = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
-            free = tuple(axis for axis in output if axis not in form.batch)
-            if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
-                return None  # einsum has rules of its own for axes of size 1
-        elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
-            return None
+        swapped, output = is_swapped(form, spec), spec.output
+        if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
+            if recorded:
+                return None
+            output = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
+        free = tuple(axis for axis in output if axis not in form.batch)
+        if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
+            return None  # einsum has rules of its own for axes of size 1
         letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
         first, second, out = ("".join(letters[str(axis)] for axis in term) for term in (*spec.inputs, output))
         einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
@@ -402,7 +399,7 @@ class _Compiler:
             return lambda a, b: einsum(equation, (b, a) if swapped else (a, b)).permute(dims)
         return (lambda a, b: einsum(equation, (b, a))) if swapped else (lambda a, b: einsum(equation, (a, b)))
 
-    def _kept_copies(self, node: Node, standins: Sequence[Strided], result: Strided) -> list[int] | None:
+    def _kept_copies(self, node: Node, standins: Sequence[Strided]) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
 
         The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
@@ -418,9 +415,7 @@ class _Compiler:
             computed = isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal")
             if computed and size <= MOST_REPLACED:
                 continue
-            if (reshaped and not isinstance(child, Leaf)) or (
-                strided and not self._einsum(node.op.spec, standins, result)
-            ):
+            if (reshaped and not isinstance(child, Leaf)) or (strided and not self._einsum(node.op.spec, standins)):
                 return None
             # The order in which einsum views axes as one.
             ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]
@@ -435,11 +430,6 @@ class _Compiler:
 def _count_views(form: ProductForm, spec: Spec) -> int:
     """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
     count = 0
-    if not form.contracted:
-        for term in spec.inputs:
-            inner = [axis for axis in spec.output if axis in term]
-            count += 2 * (list(term) != inner) + (len(inner) < len(spec.output))
-        return 2 * count
     for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
         count += tuple(axis for group in groups for axis in group) != term
         count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))

@@ -31,6 +31,7 @@ from planner.program.ops import Einsum, Op, joint_elements
 __all__ = [
     "MULTIPLY_SUM",
     "SLICE_LAUNCHES",
+    "broadcast_product",
     "copied_form",
     "einsum_copies",
     "einsum_cost",
@@ -337,3 +338,21 @@ def summed_product(spec: Spec) -> Product:
         return back(wide.sum(summed, dtype=wide.dtype))
 
     return product
+
+
+@cached_by_step
+def broadcast_product(spec: Spec) -> Product:
+    """Return a product by element with the strides that torch gives it, in fewer calls than `OPS.product`.
+
+    Operands get the axes of the output, of size 1 where they lack one, but for leading ones.
+    """
+    out = term_axes(spec.output)
+
+    def view_as_output(term: tuple[str, ...]) -> Callable[[Any], Any]:
+        order = [*(e for e in out if e in term), *(e for e in term if e not in out)]
+        lengths = [int(e in term) for e in out]
+        leading = lengths.index(1) if 1 in lengths else len(lengths)
+        return viewing(OPS.permute, [term.index(e) for e in order], lengths[leading:])
+
+    first, second = map(view_as_output, map(term_axes, spec.inputs))
+    return lambda a, b: torch.mul(first(a), second(b))
