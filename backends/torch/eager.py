@@ -5,7 +5,7 @@ Each step becomes a small function over views. Autograd then keeps exactly what 
 autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
-- a result would have other strides than the plan says;
+- the result of a step would have other strides than the plan says, but for a product by element that comes last;
 - an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
 - a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
@@ -224,7 +224,7 @@ class _Compiler:
     wraps: bool
     reads: Reads
 
-    def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
+    def compile(self, tree: Tree, root: bool = True) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
         copies = self.chosen is None
         if isinstance(tree, Leaf):
@@ -232,14 +232,14 @@ class _Compiler:
         kind = stock_kind(tree.op)
         if isinstance(tree.op, Cast) or kind not in NATIVE or (kind in COMPOSED and not copies):
             return None
-        children = [self.compile(child) for child in tree.children]
+        children = [self.compile(child, False) for child in tree.children]
         if any(child is None for child in children):
             return None
         parts = [child for child in children if child is not None]
         standins = [standin for _, standin in parts]
         if not self._differentiates_alike(tree.op, standins):
             return None
-        made = self._step(tree.op, standins, isinstance(tree.children[0], Leaf))
+        made = self._step(tree.op, standins, isinstance(tree.children[0], Leaf), root)
         if made is None:
             return None
         run, result = made
@@ -254,6 +254,7 @@ class _Compiler:
         summed = self.rows.get(tree.op.spec) == MULTIPLY_SUM
         if (
             not summed
+            and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
         ):
@@ -302,7 +303,7 @@ class _Compiler:
         return True
 
     def _step(
-        self, op: Op, standins: Sequence[Strided], of_operand: bool
+        self, op: Op, standins: Sequence[Strided], of_operand: bool, root: bool
     ) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the function that runs a step, and the stand-in of its result; None if autograd would keep more.
 
@@ -334,7 +335,9 @@ class _Compiler:
             form = product_form(spec)
             assert form is not None
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
-            return broadcast_product(spec) if follows.strides == result.strides else OPS.product(form, spec), result
+            if root or follows.strides == result.strides:
+                return broadcast_product(spec), follows
+            return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
 
