@@ -352,7 +352,11 @@ def broadcast_product(spec: Spec) -> Product:
         order = [*(e for e in out if e in term), *(e for e in term if e not in out)]
         lengths = [int(e in term) for e in out]
         leading = lengths.index(1) if 1 in lengths else len(lengths)
-        return viewing(OPS.permute, [term.index(e) for e in order], lengths[leading:])
+        lengths, dims = lengths[leading:], [term.index(e) for e in order]
+        if sum(lengths) != len(term) or lengths.count(0) != 1:
+            return viewing(OPS.permute, dims, lengths)
+        arrange, new = viewing(OPS.permute, dims, (1,) * len(dims)), lengths.index(0)
+        return lambda x: arrange(x).unsqueeze(new)  # in half of the time of a reshape
 
     first, second = map(view_as_output, map(term_axes, spec.inputs))
     return lambda a, b: torch.mul(first(a), second(b))
