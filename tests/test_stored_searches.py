@@ -85,7 +85,8 @@ def test_a_plan_that_is_read_is_the_plan_that_was_searched(backend, every_search
         if not gradients:
             problem = dataclasses.replace(problem, requires_grad=(False,) * len(problem.shapes))
         if limit and backend != "jax":  # nothing is compiled here
-            cost = plan_of(problem, backend, minimize="peak" if limit == "memory_limit" else "retained").cost
+            least = "peak" if limit == "memory_limit" else "retained"
+            cost = plan_of(problem, backend, minimize=least, optimize=optimize).cost
             options[limit] = cost.peak_bytes if limit == "memory_limit" else cost.retained_bytes
         make = functools.partial(plan_of, problem, backend, **options)
         fresh = make()
