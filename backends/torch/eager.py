@@ -335,7 +335,8 @@ class _Compiler:
             form = product_form(spec)
             assert form is not None
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
-            if root or follows.strides == result.strides:
+            # Axes of size 1 would lie otherwise than in what torch's einsum returns.
+            if 1 not in spec.by_axis.values() and (root or follows.strides == result.strides):
                 return broadcast_product(spec), follows
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
