@@ -107,8 +107,8 @@ class _PlanTree:
 def _kept(value: Any) -> Any:
     """Return a value under the name by which the checkpoint keeps it.
 
-    Of a complex one the parts are named: JAX rounds what a checkpoint keeps and also reads, and cannot round complex
-    numbers.
+    A complex value is named by its real and imaginary parts. JAX rounds values that a checkpoint keeps and the forward
+    program also reads, and it cannot round complex numbers.
     """
     if not jax.numpy.iscomplexobj(value):
         return checkpoint_name(value, KEPT)

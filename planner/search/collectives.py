@@ -281,10 +281,12 @@ def whole_plan(plan: PlanRecord) -> PlanRecord:
 
     table, fixed = load_backend(plan.backend).table, {}
     for step in plan.steps:
-        op = resize(step.op)
-        # How a result lies in memory depends on sizes, so a choice is made anew for the whole.
-        choice = step.choice if isinstance(op, Loop) else table.price(step.choice.lowering, op, plan.device)
-        if choice is not None and not isinstance(op, Guard):
+        if isinstance(step.op, Guard):
+            continue
+        # The order of a result in memory depends on sizes. So each row is priced anew for the whole arrays.
+        op, row = resize(step.op), step.choice.lowering
+        choice = step.choice if isinstance(op, Loop) else table.price(row, op, plan.device)
+        if choice is not None:
             fixed[op] = choice
     lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
     tree = change_tree(plan.tree, change)

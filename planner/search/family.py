@@ -233,8 +233,10 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if only_tree:
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
-    found = {"tree": smallest.tree, "programs": smallest.programs, "proven": False, "origin": smallest.origin}
-    if not is_as_lean_as_einsum(PlanRecord.of_contraction(low, **found)):
+    member = PlanRecord.of_contraction(
+        low, tree=smallest.tree, programs=smallest.programs, proven=False, origin=smallest.origin
+    )
+    if not is_as_lean_as_einsum(member):
         return Family(plan, False)
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))
