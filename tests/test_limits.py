@@ -171,6 +171,12 @@ def test_limits_hold_for_all_values_and_index_arrays(torch):
         "raise",
         False,
     )
+    # The gradient of a slice is a view of the whole gradient, which a take copies.
+    @example(
+        Problem("abc, a, abc -> acb q[ac]", ((2, 2, 1), (2,), (2, 2, 1)), {"q": 2}, {"q": np.zeros((2, 1), int)}),
+        "drop",
+        True,
+    )
     @given(exact_problems(**_SCALED, gathers=True), st.sampled_from(["raise", "drop", "nan"]), st.booleans())
     def law(problem, mode, is_complex):
         random = Random(problem.seed)

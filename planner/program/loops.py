@@ -127,12 +127,12 @@ def device_in_loop(device: Device, backend: str) -> Device:
     return dataclasses.replace(device, name=f"{device.name}, one core", **slow)
 
 
-def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
-    """Return the same tree for other sizes of some axes."""
+def resize_tree(tree: Tree, sizes: Mapping[str, int], gradient_strides: tuple[int, ...] | None = None) -> Tree:
+    """Return the same tree for other sizes of some axes; a loop at its root gets a gradient of these strides."""
 
     def change(node: Node, children: tuple[Tree, ...]) -> Tree:
         if isinstance(node.op, Loop):
-            op: Op = _resize_loop(node.op, sizes, children)
+            op: Op = _resize_loop(node.op, sizes, children, gradient_strides if node is tree else None)
         else:
             op = dataclasses.replace(node.op, spec=slice_spec(node.op.spec, sizes))
         return dataclasses.replace(node, op=op, children=children)
@@ -140,7 +140,9 @@ def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     return change_tree(tree, change)
 
 
-def _resize_loop(loop: Loop, sizes: Mapping[str, int], children: Sequence[Tree]) -> Loop:
+def _resize_loop(
+    loop: Loop, sizes: Mapping[str, int], children: Sequence[Tree], gradient_strides: tuple[int, ...] | None = None
+) -> Loop:
     """Return the same loop for other sizes of some axes; inputs that are computed lie row-major at these sizes too."""
     body, whole = loop.body, slice_spec(loop.spec, sizes)
     contraction = slice_of(body.contraction, dict(whole.sizes))
@@ -149,7 +151,9 @@ def _resize_loop(loop: Loop, sizes: Mapping[str, int], children: Sequence[Tree])
     strides = contraction.gradient_strides
     if strides == row_major(loop.spec.output_shape):
         strides = row_major(whole.output_shape)
-    contraction = dataclasses.replace(contraction, operands=tuple(computed), gradient_strides=strides)
+    contraction = dataclasses.replace(
+        contraction, operands=tuple(computed), gradient_strides=gradient_strides or strides
+    )
     axes = tuple((axis, min(size, whole.size(axis))) for axis, size in loop.axes)
     return loop_over(contraction, axes, body.tree, body.device, body.options.minimize)
 
@@ -219,9 +223,14 @@ def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:
         Operand(shape, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
         for shape, whole, o in zip(shapes, contraction.resolved.shapes, contraction.operands, strict=True)
     )
-    resolved = Resolved(spec, shapes, index_shapes)
     return dataclasses.replace(
-        contraction, text=str(spec), resolved=resolved, index_shapes=index_shapes, operands=views
+        contraction,
+        text=str(spec),
+        resolved=Resolved(spec, shapes, index_shapes),
+        index_shapes=index_shapes,
+        operands=views,
+        # The gradient is a view too: of that of the whole result, which is row-major.
+        gradient_strides=contraction.gradient_strides or row_major(contraction.resolved.spec.output_shape),
     )
 
 
@@ -248,7 +257,7 @@ def loop_over(
     tree, bodies = keep_values(tree, False), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
-        small = resize_tree(tree, part.resolved.spec.by_axis)
+        small = resize_tree(tree, part.resolved.spec.by_axis, part.gradient_strides)
         programs = build(small, part, given_variables(part), lower, in_loop=True)
         bodies.append(
             PlanRecord.of_contraction(
