@@ -32,7 +32,7 @@ from planner.program.frameworks import (
     operands_framework,
 )
 from planner.program.implementations import Backend, RunPlan
-from planner.run import bind_plan, for_dynamo, torch_compiles, torch_override
+from planner.run import bind_plan, for_dynamo, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -110,13 +110,15 @@ def contract(
         The notation of numpy's einsum. `planner.language.derive` explains why index arrays may stand anywhere in it.
     """
     asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline)
-    if torch_compiles():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_dynamo_compiling():  # `torch_compiles`, without its call
         return for_dynamo().contract(asked, operands, indices)
     run = call = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
         # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
-        call = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked), signature
+        named = sizes is not None and type(sizes) is dict
+        call = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if named else asked), signature
         run = _RUNNERS[call]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context

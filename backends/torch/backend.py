@@ -96,7 +96,8 @@ class TorchBackend(Backend):
         Raises:
             AttributeError: something is not a tensor, or sizes are tensors, as under `torch.jit.trace`.
         """
-        if has_torch_function((*operands, *indices.values())):  # modes would see what is read below
+        # Modes would see what is read below.
+        if has_torch_function((*operands, *indices.values()) if indices else operands):
             return None
         if scripts() is not None:
             raise AttributeError("under torch.jit.trace sizes are tensors")

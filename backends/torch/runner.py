@@ -339,13 +339,14 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     fuse = lru_cache(maxsize=1)(partial(compiled, _fusable))
 
     def run(views: Sequence[Tensor], _: Any = None) -> Tensor:
-        if small and torch.compiler.is_compiling() and not bare_operators():
-            return fuse()(views)
+        if watched():  # as it also is by a compiler, which runs a call on tensors without values
+            if small and torch.compiler.is_compiling() and not bare_operators():
+                return fuse()(views)
+            if sums and not profiler._is_profiler_enabled:
+                return count()(views)
         if profiler._is_profiler_enabled:
             with Range(label):
                 return show()(views)
-        if sums and watched():
-            return count()(views)
         result: Tensor = native(views)
         return result
 
