@@ -116,6 +116,7 @@ def compile_native(
     rows: Mapping[Spec, str] = MappingProxyType({}),
     wraps: bool = False,
     reads: Reads | None = None,
+    tries: bool = False,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -133,6 +134,7 @@ def compile_native(
         rows: the implementation of each step of the forward program, by the step's spec.
         wraps: whether negative indices count from the end.
         reads: where it enters what it finds out about index arrays.
+        tries: whether the function will not be called: then it need not be made whole.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -141,7 +143,7 @@ def compile_native(
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
     reads = reads or Reads()
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads).compile(tree)
+    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries).compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -175,7 +177,7 @@ def kept_copies(
         return None
     kept: list[int] = []
     rows = {step.op.spec: step.choice.lowering for step in forward}
-    compiled = compile_native(tree, standins_of(contraction), backward, kept=kept, rows=rows)
+    compiled = compile_native(tree, standins_of(contraction), backward, kept=kept, rows=rows, tries=True)
     # A call whose indices do not do as they are runs as a Function, which keeps no copies.
     return None if compiled is None or (gathers and sum(kept)) else sum(kept)
 
@@ -196,11 +198,15 @@ def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> fl
     else:
         rows = {step.op.spec: step.choice.lowering for step in forward}
         native = all(row in NATIVE for row in computing) and bool(
-            compile_native(tree, standins_of(contraction), backward, rows=rows)
+            compile_native(tree, standins_of(contraction), backward, rows=rows, tries=True)
         )
     if native:
         return 0.0
     return FUNCTION_SECONDS + GUARDED_SECONDS * len(spec.gathers)
+
+
+def _no_run(*inputs: Tensor) -> Tensor:
+    raise AssertionError("a step of a function that was only tried")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +229,7 @@ class _Compiler:
     rows: Mapping[Spec, str]
     wraps: bool
     reads: Reads
+    tries: bool
 
     def compile(self, tree: Tree, root: bool = True) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -326,6 +333,8 @@ class _Compiler:
             summed = Strided(shape, row_major(shape), any(x.requires_grad for x in standins), copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
+        if kind == "matmul" and self.tries:
+            return _no_run, result
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
