@@ -157,7 +157,8 @@ def _has_kernels(contraction: Contraction) -> bool:
     Whether it is the fastest changes with the sizes.
     """
     op, rows = Einsum(contraction.resolved.spec, contraction.dtype), load_backend(contraction.backend).table.rows
-    return any(row.brackets and row.refusal(op, contraction.device) is None for row in rows.values())
+    kernels = [row for row in rows.values() if row.brackets] if op.gathers else []
+    return any(row.refusal(op, contraction.device) is None for row in kernels)
 
 
 def first_long(axes: Iterable[T], sizes: Any) -> T | None:
@@ -220,15 +221,21 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return Family(plan, not wide)
     if wide and not is_small(plan):
         return Family(plan, False)
-    sizes = _sizes_of(plan, space)
-    steps = list(resize_steps(plan, sizes, space.table))
+    sizes, lower = _sizes_of(plan, space), space.lowerer("time")
     only_tree = len(space.operands) <= 2 and not space.network.gathers
+
+    def price(op: Op, lowering: str) -> PricedImplementation | None:
+        """Return a step in an implementation. If there is one tree, the best are needed, which often are the same."""
+        if only_tree and (best := lower(op)).lowering == lowering:
+            return best
+        return space.table.price(lowering, op, space.device)
+
+    steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
     if any(space.requires) or not only_tree:
         smallest = _with_steps(plan, space, sizes, steps)
         if prefer_autograd(space, smallest) is not smallest:
             return Family(plan, False)
-    lower = space.lowerer("time")
-    if only_tree and all(lower(op).lowering == lowering for op, lowering in resize_ops(plan, sizes)):
+    if only_tree and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if only_tree:
