@@ -9,6 +9,7 @@ import pytest
 from conftest import examples, installed_frameworks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import Floors, plan_of
 
 import planner
 from planner.bench.planning import dense
@@ -21,6 +22,8 @@ from planner.language.spec import Spec, replace_gathers
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
+from planner.search.bounds import least_of_naive
+from planner.search.choose import naive_plan
 from planner.search.exact.graph import unpack
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
@@ -201,3 +204,20 @@ def test_the_bound_of_a_large_contraction_on_a_card_holds(device, spec):
         if backend != "numpy":
             cost = planner.plan(spec, *operands, backend=backend, device=device).cost
             assert cost.bound <= cost.seconds * (1 + 1e-9)
+
+
+def test_no_naive_plan_needs_less_than_its_bound():
+    """The bound spares most of the naive plans that plans are compared with, so it is often what the plan needs."""
+    floors = Floors()
+
+    @settings(max_examples=examples(120, 1200))
+    @given(problems(max_operands=3, mixed_dtypes=True), st.sampled_from(installed_frameworks()), st.booleans())
+    def holds(case, backend, as_run):
+        contraction = plan_of(case, backend, optimize="greedy").contraction
+        cost, bound = naive_plan(contraction, as_run).cost, least_of_naive(contraction)
+        needed = cost.peak_bytes if cost.backward is None else cost.retained_bytes
+        assert bound <= needed
+        floors.note(close=2 * bound >= needed > 0, gathers=bound and case.indices, trains=bound and cost.backward)
+
+    holds()
+    floors.at_least(100, close=0.05, gathers=0.05, trains=0.02)

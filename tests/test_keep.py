@@ -10,18 +10,19 @@ from random import Random
 import numpy as np
 import pytest
 from brute_force import every_keep
-from conftest import examples
+from conftest import examples, installed_frameworks
 from engines import in_each
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from laws import Floors, exact_problems, judge, values_and_gradients
+from laws import Floors, exact_problems, judge, plan_of, values_and_gradients
 
 import planner
-from planner.cost.objective import step_key
+from planner.cost.objective import plan_key, step_key
 from planner.inspect import memory as measure
 from planner.program.build import Lowerer
-from planner.search.space import SearchSpace
-from planner.testing import Problem
+from planner.search.refine import is_fastest_kept, keep_inputs
+from planner.search.space import PATH_STOP, Candidate, SearchSpace
+from planner.testing import Problem, problems
 
 
 def with_kept(plan, random):
@@ -87,3 +88,26 @@ def test_a_limit_between_nothing_and_all_keeps_some():
     assert "keeps 3 intermediates, computes 3 steps again" in str(plan)
     assert str(plan).count("computed again") == 3
     assert planner.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_keeps_nothing_is_left_out_only_where_it_is_no_better():
+    """On a device that takes no time, keeping nothing may take less memory, at equal time."""
+    floors, quick = Floors(), planner.Device("quick", flop_rate=1e30, bandwidth=1e30)
+
+    @settings(max_examples=examples(80, 800))
+    @given(
+        problems(min_operands=2, max_operands=4, mixed_dtypes=True),
+        st.sampled_from(installed_frameworks()),
+        st.sampled_from((None, quick)),
+    )
+    def law(problem, backend, device):
+        space = SearchSpace(plan_of(problem, backend, device=device).contraction)
+        key, (result, lower) = plan_key("time"), space.search("time", PATH_STOP, space.path("greedy"))
+        programs = space.programs(result.tree, lower)
+        candidate = Candidate(programs, result.tree, lower, False, "drawn")
+        left_out = is_fastest_kept(space, candidate)
+        assert not left_out or key(keep_inputs(space, candidate).cost) >= key(candidate.cost)
+        floors.note(left_out=left_out and programs.kept, tried=not left_out)
+
+    law()
+    floors.at_least(80, left_out=0.08, tried=0.05)

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
-from planner.language.spec import plain_axes, term_gathers
+from planner.language.spec import plain_axes, term_axes, term_gathers
+from planner.program.contraction import Contraction
+from planner.program.frameworks import load_backend
+from planner.program.guards import index_bytes
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["least_by_sizes", "least_of_loops", "lower_bound"]
+__all__ = ["least_by_sizes", "least_of_loops", "least_of_naive", "lower_bound"]
 
 # All trees are looked at for up to so many operands.
 MOST_OPERANDS = 12
@@ -96,3 +99,24 @@ def least_by_sizes(space: SearchSpace, objective: str) -> float:
         written = set(plain_axes(spec.output)) & known
         return itemsize(space.dtype) * math.prod(sizes[axis] for axis in written)
     return 0
+
+
+def least_of_naive(contraction: Contraction) -> int:
+    """Return bytes that the naive plan needs at least: those retained with gradients, the peak without.
+
+    It takes whole operands first. A product reads them, and they are kept if the other factor needs a gradient.
+    """
+    spec, size = contraction.resolved.spec, itemsize(contraction.dtype)
+    if len(spec.inputs) < 2 or load_backend(contraction.backend).compiles:
+        return 0
+    axes, requires, taken = [set(plain_axes(term)) for term in spec.terms], contraction.requires_grad, [0]
+    for number, (term, operand) in enumerate(zip(spec.inputs, contraction.operands, strict=True)):
+        is_kept = all([*requires[:number], *requires[number + 1 :]])
+        if term_gathers(term) and operand.dtype == contraction.dtype and (is_kept or not any(requires)):
+            others = set[str]().union(*axes[:number], *axes[number + 1 :])
+            taken.append(math.prod([spec.by_axis[axis] for axis in others.intersection(term_axes(term))]))
+    if any(requires):
+        return sum(taken) * size
+    result = math.prod([spec.by_axis[axis] for axis in axes[-1] & set[str]().union(*axes[:-1])])
+    held = sum(taken) + result if len(spec.inputs) == 2 else max(*taken, result)
+    return held * size + index_bytes(spec)

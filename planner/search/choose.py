@@ -17,12 +17,11 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Op
 from planner.program.plan import NAIVE, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import keep_values
-from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
+from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive, lower_bound
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
-from planner.search.refine import order_children, prefer_autograd, quicken_steps
-from planner.search.slicing import fastest, loop_candidates
+from planner.search.refine import is_fastest_kept, keep_inputs, order_children, prefer_autograd, quicken_steps
+from planner.search.slicing import allocates_little, fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
@@ -92,7 +91,7 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
         return plan
     compiles = load_backend(contraction.backend).compiles
     has_choice = len(contraction.operands) > 2 or bool(contraction.resolved.spec.gathers)
-    if _needed(plan) <= _SLACK_BYTES and not (compiles and has_choice):
+    if _needs_little(plan) and not (compiles and has_choice):
         return plan
     naive = naive_plan(contraction, as_run=True)
     least, seconds = plan.cost.seconds, naive.cost.seconds
@@ -131,9 +130,14 @@ def _is_lean(plan: PlanRecord, other: PlanRecord) -> bool:
     return _needed(plan) <= max(_needed(other), _SLACK_BYTES)
 
 
+def _needs_little(plan: PlanRecord) -> bool:
+    """Whether a plan needs no more memory than any naive plan would, or little: then that need not be made."""
+    return _needed(plan) <= max(_SLACK_BYTES, least_of_naive(plan.contraction))
+
+
 def is_as_lean_as_einsum(plan: PlanRecord) -> bool:
     """Whether a plan needs no more memory than the naive plan where plans are compared with it."""
-    if not _is_compared(plan.contraction) or _needed(plan) <= _SLACK_BYTES:
+    if not _is_compared(plan.contraction) or _needs_little(plan):
         return True
     return _is_lean(plan, naive_plan(plan.contraction, as_run=True))
 
@@ -297,7 +301,10 @@ def _best(
         if best_allowed() is None and space.index_bytes:
             search(OBJECTIVES)  # the searches do not know what guards need: any of their results may do
     if candidates and loops:
-        consider(loop_candidates(space, tuple(candidates)))
+        tried: Iterable[Candidate] = candidates
+        if given is None and best is not None and not allocates_little(best.programs):
+            tried = _with_slow_ones(space, candidates)  # loops may go around any tree
+        consider(loop_candidates(space, tuple(tried)))
     chosen = best_allowed()
     if chosen is None:
         raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
@@ -320,10 +327,18 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None
-        yield Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)
-        if any(space.requires) and not (limits == NO_LIMITS and proven):
-            bare = keep_values(result.tree, False)
-            yield Candidate(space.programs(bare, lower), bare, lower, False, origin)
+        candidate = Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)
+        yield candidate
+        if any(space.requires) and not (limits == NO_LIMITS and (proven or is_fastest_kept(space, candidate))):
+            yield keep_inputs(space, candidate)
+
+
+def _with_slow_ones(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates, and after each the one that `_candidates` left out as it takes longer."""
+    for candidate in candidates:
+        yield candidate
+        if any(space.requires) and not candidate.proven and is_fastest_kept(space, candidate):
+            yield keep_inputs(space, candidate)
 
 
 def _lies_badly(space: SearchSpace, best: Candidate) -> bool:

@@ -10,10 +10,10 @@ from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
-from planner.program.tree import Leaf, Node, Tree, nodes_of
+from planner.program.tree import Leaf, Node, Tree, keep_values, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
-__all__ = ["order_children", "prefer_autograd", "quicken_steps"]
+__all__ = ["is_fastest_kept", "keep_inputs", "order_children", "prefer_autograd", "quicken_steps"]
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
@@ -97,11 +97,26 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     most = Limits(max(best.cost.peak_bytes, _MOST_MEMORY), max(best.cost.retained_bytes, _MOST_MEMORY))
-    for tree in (best.tree, *((naive.tree,) if naive else ())):
+    for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
-        if keeps_within(found.cost, most) and seconds(found) < least:
+        if found.cost.seconds < least and keeps_within(found.cost, most) and seconds(found) < least:
             best, least = found, seconds(found)
     return best
+
+
+def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
+    """Return the candidate's tree with nothing kept but the inputs."""
+    tree, lower = keep_values(candidate.tree, False), candidate.lower
+    return Candidate(space.programs(tree, lower), tree, lower, False, candidate.origin)
+
+
+def is_fastest_kept(space: SearchSpace, candidate: Candidate) -> bool:
+    """Whether only the time counts, and the candidate's tree takes longer if fewer values are kept, or has none."""
+    options, kept = space.options, set(candidate.programs.kept)
+    if options.minimize != "time" or options.memory_limit is not None or options.retain_limit is not None:
+        return False
+    steps = candidate.programs.forward.steps
+    return not kept or any([step.choice.cost.picoseconds and not kept.isdisjoint(step.outputs) for step in steps])
 
 
 def _binary_nodes(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ from planner.program.tree import Tree, keep_values, nodes_of
 from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
 from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
-__all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
+__all__ = ["can_be_cut", "fastest", "allocates_little", "loop_candidates", "make_loop", "worth_cutting"]
 
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
@@ -83,7 +83,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     key = plan_key(options.minimize)
     allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
     rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
-    small = bool(allowed) and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES
+    small = bool(allowed) and allocates_little(rival.programs)
     ruled_out = key(rival.cost) > min(key(candidate.cost) for candidate in candidates)
     competes = bool(allowed) and ruled_out and options.minimize not in ("peak", "retained")
     too_fast = options.minimize == "time" and rival.cost.seconds < least_seconds(space.contraction)
@@ -351,10 +351,10 @@ def _ladder(size: int) -> list[int]:
     return steps[1:]
 
 
-def _results_bytes(programs: Programs) -> int:
-    """Return the bytes of the larger program's results: the result of the contraction, or the gradients."""
+def allocates_little(programs: Programs) -> bool:
+    """Whether programs allocate less than `LARGE_BYTES` besides the result of the contraction, or the gradients."""
     gradients = sum(programs.variables[v].bytes for v in programs.gradients if v is not None)
-    return max(gradients, programs.variables[programs.result].bytes)
+    return programs.cost.peak_bytes - max(gradients, programs.variables[programs.result].bytes) < LARGE_BYTES
 
 
 def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
