@@ -302,7 +302,9 @@ def view_launches(
     viewed = 3 - 1 * (one_left & one_summed & flat) - (one_right & one_summed & flat) - (outer & flat)
     # They lie in this order, or in that of the product with its operands swapped.
     groups = ((batch, left, summed), (batch, summed, right), (batch, left, right))
-    placed = [[order.place(group) for group in three] for order, three in zip(orders, groups, strict=True)]
+    placed: Any = groups  # as in the network's order
+    if xp is np or of_a.own or of_b.own or of_out.own:
+        placed = [[order.place(group) for group in three] for order, three in zip(orders, groups, strict=True)]
     (batch_a, left_a, summed_a), (batch_b, summed_b, right_b), (batch_out, left_out, right_out) = placed
     # Axes of a group that both operands have, or an operand and the result, are in the order of the first of them.
     turned_b = turned_out = False

@@ -88,6 +88,7 @@ class SearchSpace:
         self.gradient_strides = contraction.gradient_strides
         backend = load_backend(self.backend)
         self.table = backend.table
+        self._stock = frozenset([row.name for row in self.table.rows.values() if row.stock])
         self.requires = contraction.requires_grad
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
@@ -136,8 +137,7 @@ class SearchSpace:
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
-        stock = frozenset([row.name for row in self.table.rows.values() if row.stock])
-        return self._with_exchange(op, self.table.choices(op, self.device, None, stock))
+        return self._with_exchange(op, self.table.choices(op, self.device, None, self._stock))
 
     def naive_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return the stock implementations at the cost of the framework's own functions, which may copy less."""

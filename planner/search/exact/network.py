@@ -96,7 +96,7 @@ class Network:
         gathers = spec.gathers
         pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = {**spec.by_axis, **{pool: spec.size(gather) for gather, pool in pools.items()}}
-        self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
+        self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items()))) if gathers else spec
         self.sizes = sizes
         self.gathers = gathers
         self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
@@ -315,6 +315,9 @@ class Network:
 
     def step_spec(self, inputs: tuple[tuple[Value, tuple[str, ...] | None], ...], result: Value) -> Spec:
         """Return the spec of the step from one or two values to another. A value may come with its own axis order."""
+        if not self.gathers:
+            plain = tuple([self.value_term(value) if fixed is None else fixed for value, fixed in inputs])
+            return self.restrict(Spec(plain, self.value_term(result)))
         after = list(result.status)
         joined = tuple(max(s) for s in zip(*(value.status for value, _ in inputs), strict=True))
         for f, (before, new) in enumerate(zip(joined, result.status, strict=True)):
@@ -331,4 +334,4 @@ class Network:
 
     def restrict(self, spec: Spec) -> Spec:
         """Return the spec of a step with the sizes of its own axes only."""
-        return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in spec.axes)))
+        return Spec(spec.inputs, spec.output, tuple(sorted([(axis, self.sizes[axis]) for axis in spec.axes])))

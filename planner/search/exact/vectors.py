@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -278,16 +279,20 @@ class VectorListing:
 
     def _greedy_score(self) -> float:
         """Return the score, by bounds, of a tree that multiplies the two values next whose product adds least."""
-        elements, parts, score = self._values.elements, 1 << np.arange(self.operands), float(self._leaves.sum())
-        steps = []
+        elements, steps = self._values.elements, []
+        parts = [1 << operand for operand in range(self.operands)]
+
+        def added(pair: tuple[int, int]) -> float:
+            a, b = pair
+            return float(elements[a | b] - elements[a] - elements[b])
+
         while len(parts) > 1:
-            first, second = np.triu_indices(len(parts), 1)
-            a, b = parts[first], parts[second]
-            best = np.argmin(elements[a | b] - elements[a] - elements[b])
-            steps.append((a[best], b[best]))
-            parts = np.append(np.delete(parts, [first[best], second[best]]), a[best] | b[best])
+            a, b = min(itertools.combinations(parts, 2), key=added)
+            steps.append((a, b))
+            parts = [*[part for part in parts if part not in (a, b)], a | b]
         left, right = np.array(steps).T
-        return score + float(self._floors(self.bounds.objective, left | right, left, right).sum())
+        floors = self._floors(self.bounds.objective, left | right, left, right)
+        return float(self._leaves.sum()) + float(floors.sum())
 
     def _bound_sets(self) -> Any:
         """Return what any tree with the value of each set costs at least: the value is written, and read again."""
