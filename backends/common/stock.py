@@ -365,7 +365,7 @@ def matmul_product(
 
 def is_swapped(form: ProductForm, spec: Spec) -> bool:
     """Return whether the second operand is the first factor of `matmul_product`: in the output its axes come first."""
-    free = tuple(axis for axis in term_axes(spec.output) if axis not in form.batch)
+    free = tuple([axis for axis in term_axes(spec.output) if axis not in form.batch])
     return (*form.left, *form.right) != free == (*form.right, *form.left)
 
 
@@ -399,6 +399,8 @@ def count_views(form: ProductForm, spec: Spec, stacks: bool) -> int:
     swapped, views = _matrix_views(form, spec, stacks)
     terms = [*(terms[::-1] if swapped else terms), out]
     return sum(
-        (order != term) + any(length != 1 for length in lengths)
-        for (order, lengths), term in zip(views, terms, strict=True)
+        [
+            (order != term) + (lengths.count(1) < len(lengths))
+            for (order, lengths), term in zip(views, terms, strict=True)
+        ]
     )

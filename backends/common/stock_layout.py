@@ -73,12 +73,12 @@ def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, 
 
 def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
     """Return how many elements are in operands that are batches of vectors with a stride other than 1."""
-    groups_of = ((form.left, form.contracted), (form.contracted, form.right))
-    elements = 0
-    for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True):
-        wide = [[e for e in group if spec.size(e) != 1] for group in groups]
-        if not all(wide) and any(wide) and neighbours(term, layout, spec) not in {e for group in wide for e in group}:
-            elements += math.prod(spec.shape(term))
+    elements, (_, m, n, k) = 0, form.sizes
+    for number, (side, free) in enumerate(((m, form.left), (n, form.right))):
+        if (side == 1) != (k == 1):
+            close = neighbours(spec.inputs[number], layouts[number], spec)
+            if close not in free and close not in form.contracted:
+                elements += spec.elements[number]
     return elements
 
 

@@ -16,7 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
-from planner.program.forms import product_form
+from planner.program.forms import ProductForm, product_form
 from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
@@ -159,14 +159,14 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     if kind == "broadcast":  # a view; a step that needs it in memory pays
         return [Work(launches=1)]
     if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
-        return [*parts, Work(scratch=4 * sum(map(math.prod, (*op.input_shapes, *op.output_shapes))))]
+        return [*parts, Work(scratch=4 * sum(spec.elements))]
     if kind in ("matmul", "multiply") and device.kind == "cpu":
-        parts.append(Work(launches=_view_launches(op)))
-    if kind == "matmul" and device.kind == "cpu":
-        form = product_form(spec)
+        form, layouts = product_form(spec), op.layouts or (None, None)
         assert form is not None
-        elements = scattered_vectors(form, spec, op.layouts or (None, None))
-        return [*parts, Work(seconds=elements * _SCATTERED_SECONDS)]
+        if launches := _view_launches(form, spec, layouts):
+            parts.append(Work(launches=launches))
+        if kind == "matmul" and (elements := scattered_vectors(form, spec, layouts)):
+            parts.append(Work(seconds=elements * _SCATTERED_SECONDS))
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
@@ -197,10 +197,8 @@ def _row_launches(spec: Spec) -> float:
     return launches + 2 * VIEW_LAUNCHES * (launches > 0 and len(spec.inputs) == 2)
 
 
-def _view_launches(op: Op) -> float:
+def _view_launches(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> float:
     """Return how many operators, as to their time, torch's views and copies of the operands of a product take."""
-    form, spec, layouts = product_form(op.spec), op.spec, op.layouts or (None, None)
-    assert form is not None
     views = count_views(form, spec, stacks=True)
     if not form.contracted:
         return VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
@@ -222,18 +220,20 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         return [work._replace(copied=result if kind == "cast" else 0)]
     if kind == "take" and joint_elements(spec) * size == result:
         return [work._replace(taken=_count_rows(spec)[0])]
-    work = work._replace(flops=op.flops())
-    if kind in ("sum", "multiply"):
-        return [work]
     if kind == "matmul":
         form = product_form(spec)
         assert form is not None
         batch, m, n, k = form.sizes
-        # Copies are made before the product begins, so the times add up.
-        copies = Work.of_copies(size * sum(product_copies(form, spec, op.layouts or (None, None))))
         rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
         rate = device.product_rate(rows, columns, k, op.dtype, batch)
-        return [copies, work._replace(rate=rate, matrices=device.matrices(batch))]
+        matrices = device.matrices(batch)
+        product = Work(op.flops(), rate, touched, fresh=(result,), launches=1, matrices=matrices)
+        copied = sum(product_copies(form, spec, op.layouts or (None, None)))
+        # Copies are made before the product begins, so the times add up.
+        return [Work.of_copies(size * copied), product] if copied else [product]
+    work = work._replace(flops=op.flops())
+    if kind in ("sum", "multiply"):
+        return [work]
     taken, added = _count_rows(spec)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):

@@ -219,14 +219,13 @@ def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
     if form is None or len(form.contracted) < 2:
         return refusal
     for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):
-        rest = tuple(e for e in form.contracted if e != axis)
-        together = tuple(str(e) for e in op.spec.inputs[0] if e in (axis, *form.batch))
-        spec = Spec(op.spec.inputs, (*together, *form.left, *form.right), op.spec.sizes)
+        rest = tuple([e for e in form.contracted if e != axis])
+        together = tuple([str(e) for e in op.spec.inputs[0] if e == axis or e in form.batch])
         batch, m, n, k = form.sizes
         counts = (batch * sizes[axis], m, n, k // max(1, sizes[axis]))
         wide = ProductForm(together, form.left, form.right, rest, counts)
-        if sizes[axis] > 1 and not any(product_copies(wide, spec, layouts)):
-            return axis, wide, spec
+        if sizes[axis] > 1 and not any(map(matrix_copies, op.spec.inputs, layouts, wide.matrices, (op.spec, op.spec))):
+            return axis, wide, Spec(op.spec.inputs, (*together, *form.left, *form.right), op.spec.sizes)
     return refusal
 
 

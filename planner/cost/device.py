@@ -119,27 +119,23 @@ class Device:
 
     def price(self, *parts: Work) -> StepCost:
         """Return the cost of a step that consists of these parts, one after the other."""
-        return StepCost(
-            sum([part.flops for part in parts]),
-            sum([part.moved for part in parts]),
-            sum([part.copied for part in parts]),
-            sum([part.scratch for part in parts]),
-            min(MOST_PICOSECONDS, round(sum(map(self.work_seconds, parts)) * 1e12)),
-        )
+        seconds, (flops, moved, copied, scratch) = sum(map(self.work_seconds, parts)), (0, 0, 0, 0)
+        for part in parts:
+            flops, moved = flops + part.flops, moved + part.moved
+            copied, scratch = copied + part.copied, scratch + part.scratch
+        return StepCost(flops, moved, copied, scratch, min(MOST_PICOSECONDS, round(seconds * 1e12)))
 
     def work_seconds(self, work: Work) -> float:
         """Return the seconds that some work takes."""
-        moving = self.moving_seconds(work.moved) if work.seconds is None else work.seconds
-        return (
-            max(work.flops / work.rate, moving)
-            + sum(map(self.fresh_seconds, work.fresh))
-            + work.launches * self.launch_seconds
-            + work.matrices * self.matrix_seconds
-            + work.taken * self.take_row_seconds
-            + work.added * self.add_row_seconds
-            + work.kernels * self.kernel_seconds
-            + (work.sorted * self.sort_row_seconds + self.group_seconds if work.sorted else 0.0)
-        )
+        flops, rate, moved, _, _, fresh, launches, kernels, matrices, taken, added, rows, measured = work
+        moving = self.moving_seconds(moved) if measured is None else measured
+        seconds = max(flops / rate, moving) + sum(map(self.fresh_seconds, fresh)) + launches * self.launch_seconds
+        if matrices or taken or added or kernels:
+            seconds += matrices * self.matrix_seconds
+            seconds += taken * self.take_row_seconds
+            seconds += added * self.add_row_seconds
+            seconds += kernels * self.kernel_seconds
+        return seconds + (rows * self.sort_row_seconds + self.group_seconds) if rows else seconds
 
     def prepared(self) -> Device:
         """Return the rates for a call whose index arrays were sorted before it, by `planner.group`."""

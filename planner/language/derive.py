@@ -67,7 +67,9 @@ def transpose(spec: Spec, operand: int) -> Spec:
 def swap_with_output(spec: Spec, operand: int) -> Spec:
     """Return the spec in which an operand's term and the output's term have changed places: `transpose`, unchecked."""
     inputs = (*spec.inputs[:operand], spec.output, *spec.inputs[operand + 1 :])
-    return Spec(inputs, spec.inputs[operand], spec.sizes)
+    swapped = Spec(inputs, spec.inputs[operand], spec.sizes)
+    vars(swapped).update(by_axis=spec.by_axis, wide=spec.wide)  # both have the same, so that it is found once
+    return swapped
 
 
 def batched(
@@ -162,8 +164,8 @@ def resize_spec(spec: Spec, sizes: Mapping[str | Gather, int]) -> Spec:
     def resize(gather: Gather) -> Gather:
         return dataclasses.replace(gather, size=sizes[gather])
 
-    *inputs, output = (replace_gathers(term, resize) for term in spec.terms)
-    return Spec(tuple(inputs), output, tuple((axis, sizes[axis]) for axis, _ in spec.sizes))
+    *inputs, output = [replace_gathers(term, resize) for term in spec.terms] if spec.gathers else spec.terms
+    return Spec(tuple(inputs), output, tuple([(axis, sizes[axis]) for axis, _ in spec.sizes]))
 
 
 def slice_spec(spec: Spec, sizes: Mapping[str, int]) -> Spec:

@@ -218,7 +218,7 @@ class Spec:
     def wide(self) -> frozenset[str | Gather]:
         """The axes and gathers whose size is not 1."""
         gathers = [gather for gather in self.gathers if gather.size != 1]
-        return frozenset([*(axis for axis, size in self.sizes if size != 1), *gathers])
+        return frozenset([*[axis for axis, size in self.sizes if size != 1], *gathers])
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process has other hashes.
@@ -227,17 +227,22 @@ class Spec:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes, those in brackets too, in order of appearance."""
-        return tuple(dict.fromkeys(axis for term in self.terms for axis in term_axes(term)))
+        return tuple(dict.fromkeys([axis for term in self.terms for axis in term_axes(term)]))
 
     @cached_property
     def gathers(self) -> tuple[Gather, ...]:
         """All distinct gathers, in order of appearance."""
-        return tuple(dict.fromkeys(gather for term in self.terms for gather in term_gathers(term)))
+        return tuple(dict.fromkeys([gather for term in self.terms for gather in term_gathers(term)]))
+
+    @cached_property
+    def elements(self) -> tuple[int, ...]:
+        """The number of elements of an array that has each term, the output last."""
+        return tuple([math.prod(self.shape(term)) for term in self.terms])
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """Letters of the index arrays, in order of appearance."""
-        return tuple(dict.fromkeys(gather.array for gather in self.gathers))
+        return tuple(dict.fromkeys([gather.array for gather in self.gathers]))
 
     def size(self, entry: str | Gather) -> int:
         """Return the size of an axis, or of the dimension that a gather reads or adds into."""

@@ -17,7 +17,7 @@ from planner.language.options import MODES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards, guard_bytes, index_bytes, mark_bytes
-from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
+from planner.program.ops import Cast, Einsum, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
@@ -121,8 +121,8 @@ class Lowerer:
         single = []
         for child, want in enumerate(wanted):
             if want:
-                swapped = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
-                swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
+                lie = (*layouts[:child], layout, *layouts[child + 1 :])
+                swapped = Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())
                 single.append(GradientStep(swapped, choose(swapped), (child,)))
         if len(single) == 2:
             fixed_apart = all(step.op in self.fixed for step in single)
@@ -316,7 +316,8 @@ def build(
     retained = sum(variables[base].bytes for base in retained_bases)
     if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
         peak = max(peak, retained + variables[result].bytes + mark_bytes(spec, contraction.dtype))
-    steps = [dataclasses.replace(step, keeps=tuple(v for v in step.inputs if v in kept)) for step in steps]
+    if kept:
+        steps = [dataclasses.replace(step, keeps=tuple([v for v in step.inputs if v in kept])) for step in steps]
     forward = Program(tuple(steps), inputs, (result,), peak)
     forward_cost = program_cost(steps, peak, retained)
 

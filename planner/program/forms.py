@@ -60,8 +60,7 @@ def product_form(spec: Spec) -> ProductForm | None:
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
-    a, b = (tuple(str(e) for e in term) for term in spec.inputs)
-    out = tuple(str(e) for e in spec.output)
+    a, b, out = map(plain_axes, spec.terms)
     set_a, set_b, set_out = set(a), set(b), set(out)
     if len(set_a) < len(a) or len(set_b) < len(b) or len(set_out) < len(out):
         return None
@@ -69,10 +68,10 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     shared = [axis for axis in a if axis in set_b]
     groups = (
-        tuple(axis for axis in shared if axis in set_out),
-        tuple(axis for axis in a if axis not in set_b),
-        tuple(axis for axis in b if axis not in set_a),
-        tuple(axis for axis in shared if axis not in set_out),
+        tuple([axis for axis in shared if axis in set_out]),
+        tuple([axis for axis in a if axis not in set_b]),
+        tuple([axis for axis in b if axis not in set_a]),
+        tuple([axis for axis in shared if axis not in set_out]),
     )
     batches, m, n, k = _counts(spec, *groups)
     if k == 1:
@@ -82,7 +81,8 @@ def product_form(spec: Spec) -> ProductForm | None:
 
 def _counts(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
     """Return the number of elements of each group of axes."""
-    return tuple(math.prod(spec.shape(tuple(group))) for group in groups)
+    sizes = spec.by_axis
+    return tuple([math.prod([sizes[axis] for axis in group]) for group in groups])
 
 
 def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:

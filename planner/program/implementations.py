@@ -189,7 +189,7 @@ class Table:
         plain, special, best = not op.gathers, isinstance(op, Guard | Loop), tuple[int, ...]()
         rows = self._rows_for(plain, len(op.input_terms), device.kind, key is step_key("time"), among)
         leasts = {row.name: key(row.least(op, device)) for row in rows if row.least} if key and not plain else {}
-        rows = sorted(rows, key=lambda row: leasts.get(row.name, ()))  # stock rows take long: the likely best first
+        rows = sorted(rows, key=lambda row: leasts.get(row.name, ())) if leasts else rows  # stock rows take long: last
         choices: list[PricedImplementation] = []
         for row in rows:
             if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:

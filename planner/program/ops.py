@@ -69,8 +69,8 @@ class Op:
 
     def joint_gradient(self, layout: Layout | None = None) -> JointGradient:
         """Return the op that computes both gradients of a binary einsum, from an output gradient of that layout."""
-        layouts = self.layouts or (None,) * len(self.spec.inputs)
-        return JointGradient(self.spec, self.dtype).with_layouts((layout, *layouts))
+        layouts = (layout, *(self.layouts or (None,) * len(self.spec.inputs)))
+        return JointGradient(self.spec, self.dtype, layouts if any(layouts) else ())
 
     @property
     def repeats(self) -> bool:
@@ -117,19 +117,17 @@ class Op:
 
         For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
         """
-        adds = not set(self.spec.axes) <= set(plain_axes(self.spec.output))
+        adds = not set(plain_axes(self.spec.output)).issuperset(self.spec.axes)
         return joint_elements(self.spec) * (len(self.spec.inputs) - 1 + adds) * self.products
 
     def result_bytes(self) -> int:
         """Return the bytes of all results."""
-        pairs = zip(self.output_shapes, self.output_dtypes, strict=True)
-        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in pairs)
+        return self.spec.elements[-1] * itemsize(self.dtype)
 
     def bytes_touched(self) -> int:
         """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
-        elements = sum(math.prod(shape) for shape in (*self.input_shapes, *self.output_shapes))
-        index = sum(math.prod(self.spec.shape(gather.axes)) for gather in self.spec.gathers)
-        return elements * itemsize(self.dtype) + 8 * index
+        index = sum([math.prod(self.spec.shape(gather.axes)) for gather in self.spec.gathers])
+        return sum(self.spec.elements) * itemsize(self.dtype) + 8 * index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +163,16 @@ class Gradients(Op):
     def output_terms(self) -> tuple[Term, ...]:
         """Terms of the gradients."""
         return tuple(self.spec.inputs[number] for number in self.served)
+
+    def result_bytes(self) -> int:
+        """Return the bytes of all gradients."""
+        pairs = zip(self.served, self.output_dtypes, strict=True)
+        return sum([self.spec.elements[number] * itemsize(dtype) for number, dtype in pairs])
+
+    def bytes_touched(self) -> int:
+        """Return the bytes of all inputs, index arrays and gradients."""
+        gradients = sum([self.spec.elements[number] for number in self.served])
+        return Op.bytes_touched(self) + gradients * itemsize(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def live_bytes(
     for number, (step, now) in enumerate(zip(steps, alive, strict=True)):
         used = dict.fromkeys((*step.inputs, *step.outputs))
         releases = tuple(v for v in used if last_use[v] == number and v not in stay)
-        priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
+        priced.append(Step(step.op, step.choice, step.inputs, step.outputs, releases, now, step.keeps, step.recomputed))
     return priced, max(alive, default=start)
 
 
