@@ -190,6 +190,15 @@ def test_small_gathers_are_fused_with_the_look_at_their_index(dtype):
             made(*operands)
 
 
+@pytest.mark.parametrize(
+    ("spec", "shape", "rows"), [("q[]jk -> j", (2, 3, 2), ()), ("q[n]j -> nj", (4, 0), (3,)), ("q[]j -> j", (4, 0), ())]
+)
+def test_gradients_of_rows_that_a_single_number_chooses_and_of_empty_rows(spec, shape, rows):
+    """What ties the index array to the output gradient has no dimensions of its own."""
+    (a,) = small(shape)
+    agree(lambda a, q: planner.contract(spec, a, q=q), a, torch.ones(rows, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_sizes_that_change(dynamic, prepared):

@@ -121,7 +121,7 @@ def run_backward(
         index = executable.prepare(indices)
         if is_recorded(gradient):
             # What is made of index arrays depends on the gradient, so the compiler does not make and keep it before.
-            nothing = gradient.reshape(-1)[:1].isnan().bitwise_and(False)
+            nothing = gradient.reshape(-1)[:1].isnan().any().bitwise_and(False)
             index.update({gather: index[gather] + nothing for gather in executable.gathers})
         return executable.backward(gradient, operands, index, kept)
     plan, names, arrays, sizes = operator_arguments(executable, indices)
