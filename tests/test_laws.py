@@ -28,10 +28,13 @@ from laws import (
 
 import planner
 from planner.backends.common.indices import numpy_in_range
+from planner.cost.device import CPU
 from planner.inspect.memory import jax_temp_bytes, torch_memory
 from planner.language.options import MODES
 from planner.language.spec import Gather
+from planner.program.calls import RangedIndices
 from planner.program.frameworks import load_backend
+from planner.program.ops import Einsum
 from planner.testing import Problem
 from planner.testing.judgement import Subject
 from planner.testing.reference import second_derivatives as second_derivatives_of
@@ -382,6 +385,33 @@ def test_the_width_of_an_index_never_matters(engine):
                     some.append(Problem("nc -> q[n]c", ((q.size, 2),), {"q": size}, **given))
             judge(engine, values, some)
             judge(engine, values_and_gradients, some)
+
+
+@in_each("numpy", "torch", "jax")
+@pytest.mark.parametrize(
+    ("spec", "shapes", "rows", "sizes"),
+    [
+        ("nij, q[n]jk -> nik", [(6, 2, 3), (5, 3, 2)], (6,), None),
+        ("nij, nik -> q[n]jk", [(6, 2, 3), (6, 2, 2)], (6,), {"q": 5}),
+        ("bnd, b q[bnk] d -> bnk", [(2, 3, 4), (2, 5, 4)], (2, 3, 6), None),
+        ("bnk, b q[bnk] d -> bnd", [(2, 3, 6), (2, 5, 4)], (2, 3, 6), None),
+        ("bnk, bnd -> b q[bnk] d", [(2, 3, 6), (2, 3, 4)], (2, 3, 6), {"q": 5}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8"])
+def test_every_row_that_takes_a_step_computes_in_its_dtype(engine, spec, shapes, rows, sizes, dtype):
+    """Frameworks have fewer products of booleans than of numbers."""
+    random = np.random.default_rng(0)
+    arrays, q = [random.integers(0, 2, shape) for shape in shapes], random.integers(0, 5, rows)
+    expected = planner.contract(spec, *arrays, sizes=sizes, q=q).astype(dtype)
+    op = Einsum(planner.resolve(spec, *shapes, sizes=sizes, q=rows), dtype)
+    (gather,) = op.gathers
+    given, index = [engine.array(x.astype(dtype)) for x in arrays], RangedIndices(False, {gather: engine.array(q)})
+    table = load_backend(engine.name).table
+    for choice in table.choices(op, CPU):
+        (found,) = table.run(choice.lowering, op, given, index)
+        assert np.array_equal(np.asarray(found), expected), choice.lowering
+        assert dtype in str(found.dtype), choice.lowering
 
 
 @in_each("numpy", "torch", "jax")

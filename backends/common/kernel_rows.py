@@ -251,7 +251,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             work,
             partial(run, kernels),
             _layouts if strided else None,
-            kernels.refuses,
+            lambda op: "frameworks add up no booleans" if op.dtype == "bool" else kernels.refuses(op),
             any_sizes=kernels.any_sizes,
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
