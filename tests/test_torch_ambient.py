@@ -20,6 +20,7 @@ import planner
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
@@ -547,6 +548,29 @@ def test_subclasses_of_tensors():
             found = [y := call(*own), *torch.autograd.grad(y, own, torch.ones_like(y) * like(call(*operands).detach()))]
             assert type(found[0]) is kind
             equal([x.x if kind is Wrapped else x.as_subclass(torch.Tensor) for x in found], expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "rows", "sizes"),
+    [
+        ("q[n]j -> j", [(4, 3)], 0, None),
+        ("nj -> q[n]j", [(0, 3)], 0, {"q": 3}),
+        ("q[n]j -> nj", [(4, 0)], 2, None),
+        ("nj, q[n]jk -> nk", [(0, 3), (4, 3, 2)], 0, None),
+    ],
+)
+def test_no_rows_have_gradients_and_tangents(spec, shapes, rows, sizes):
+    """Where torch's own operators run a call: on other kinds of tensors, and in forward mode."""
+    operands, q = [small(*shape) for shape in shapes], torch.zeros(rows, dtype=torch.int64)
+    own = [Wrapped(x.detach()).requires_grad_() for x in operands]
+    found = torch.autograd.grad(contract(spec, *own, q=q, sizes=sizes).sum(), own)
+    assert all((g.x == 0).all() for g in found)
+    with forward_ad.dual_level():
+        for number in range(len(operands)):
+            given = [x.detach() for x in operands]
+            given[number] = forward_ad.make_dual(given[number], torch.ones_like(given[number]))
+            result, tangent = forward_ad.unpack_dual(contract(spec, *given, q=q, sizes=sizes))
+            assert torch.equal(tangent, torch.zeros_like(result))
 
 
 class Gathers(torch.nn.Module):

@@ -12,7 +12,14 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.torch.contexts.modes import in_functorch, records, transformed, usual, watched
+from planner.backends.torch.contexts.modes import (
+    carries_tangents,
+    in_functorch,
+    records,
+    transformed,
+    usual,
+    watched,
+)
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
@@ -181,7 +188,11 @@ class TorchOps:
         return torch.where(mask, x, torch.full((), otherwise, dtype=x.dtype, device=x.device))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return like.new_zeros(tuple(shape))
+        zeros = like.new_zeros(tuple(shape))
+        if not ((torch.is_grad_enabled() and like.requires_grad) or carries_tangents(like)):
+            return zeros
+        # The sum of no elements gives them a derivative: that they are zeros follows from `like`.
+        return zeros + (like if like.dim() else like.reshape(1))[:0].sum()
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
