@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from planner.api import plan
+from planner.api import check_names, plan
 from planner.compare import Comparison
 from planner.cost.device import Device
 from planner.cost.objective import OBJECTIVES
@@ -121,6 +121,7 @@ def tradeoff(
         PlannerLimitError: no plan is within the limits.
         PlannerError: for the reasons that `plan` has, or for ``optimize="measure"``.
     """
+    check_names(tradeoff, indices)
     if is_name(optimize) and optimize == "measure":
         raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
     options: dict[str, Any] = {

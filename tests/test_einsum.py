@@ -718,9 +718,28 @@ def test_expressions_with_gathers():
     assert np.array_equal(expression(a, q=q), (a * c[q]).sum(1))
 
 
-def test_constants_that_are_no_operands():
-    with pytest.raises(planner.PlannerError, match="names operand 2"):
-        planner.contract_expression("ij->ji", (2, 3), constants=[2])
+@pytest.mark.parametrize(
+    ("spec", "shapes", "options", "kind", "message"),
+    [
+        ("ij->ji", [(2, 3)], {"constants": [2]}, planner.PlannerError, "names operand 2"),
+        ("ij->ji", [(2, 3)], {"constants": [0.5]}, planner.PlannerError, "positions of operands, .* not .0.5"),
+        ("ij->ji", [(2, 3)], {"constants": "ij"}, planner.PlannerError, "positions of operands, .* not 'ij'"),
+        ("ij->ji", [(2, 3)], {"constants": 0}, planner.PlannerError, "positions of operands, .* not 0"),
+        ("ij,jk->ik", [(2, 3, 4)], {}, planner.ShapeError, "2 input terms, but 1 operands"),
+        ("ij->ij", [(2, 3), (2, 3)], {}, planner.ShapeError, "1 input terms, but 2 operands"),
+        ("q[n]j->nj", [(2, 3)], {}, planner.SpecError, "'q' is missing"),
+    ],
+)  # fmt: skip
+def test_wrong_expressions_name_the_culprit(spec, shapes, options, kind, message):
+    with pytest.raises(kind, match=message):
+        planner.contract_expression(spec, *shapes, **options)
+
+
+def test_a_constant_may_be_named_twice():
+    a, b = integers((2, 3), "f8"), integers((3, 4), "f8")
+    expression = planner.contract_expression("ij,jk->ik", a, (3, 4), constants=[0, 0, -2])
+    assert expression.constants == (0,)
+    assert np.array_equal(expression(b), a @ b)
 
 
 def test_fx_records_a_call(torch):

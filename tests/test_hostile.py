@@ -167,6 +167,12 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("spec", [[0, 1], ["ij"], 3, None, A])
+def test_what_is_no_spec_is_named(spec):
+    with pytest.raises(planner.PlannerTypeError, match=f"the spec must be a string, not {type(spec).__name__}"):
+        planner.resolve(spec, (2, 3))
+
+
 @pytest.mark.parametrize(("spec", "operands", "options", "kind", "message"), WRONG)
 def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
     for _ in range(2):  # the second time too, when caches are warm

@@ -132,6 +132,7 @@ def test_a_given_path_holds_for_all_points():
     ("options", "message"),
     [
         ({"optimize": "measure"}, "tradeoff compares predictions"),
+        ({"minimize": "time"}, "'minimize' is not an option"),
         ({"optimize": "luck"}, "optimize='luck' is unknown"),
         ({"memory_limit": "2 parsecs"}, "memory_limit='2 parsecs' is not a number of bytes"),
         ({"retain_limit": 1.5}, "retain_limit=1.5 is not a number of bytes"),

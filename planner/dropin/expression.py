@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -90,7 +91,7 @@ def contract_expression(
         PlannerError: a position is no operand's; or as `plan`.
     """
     spec, operands = read_arguments(arguments)
-    return ContractExpression(spec, operands, constants or (), options)
+    return ContractExpression(spec, operands, () if constants is None else constants, options)
 
 
 class ContractExpression:
@@ -109,10 +110,7 @@ class ContractExpression:
     def __init__(
         self, spec: str | Spec, operands: Sequence[Any], constants: Collection[int], options: Mapping[str, Any]
     ) -> None:
-        self.constants = tuple(sorted(n + len(operands) if n < 0 else n for n in constants))
-        for number in self.constants:
-            if not 0 <= number < len(operands):
-                raise PlannerError(f"constants= names operand {number}, but there are {len(operands)} operands")
+        self.constants = _positions(constants, len(operands))
         self.options = {name: value for name, value in options.items() if len(name) > 1}
         check_names(contract, [name for name in self.options if name not in signature(contract).parameters])
         if self.options.get("optimize", True) is False:
@@ -120,8 +118,8 @@ class ContractExpression:
         self.options["optimize"] = search_of(self.options.get("optimize"))
         indices = {name: shape_of(value, name) for name, value in options.items() if len(name) == 1}
         shapes = [shape_of(x, f"operand {number}") for number, x in enumerate(operands)]
+        resolve(spec, *shapes, sizes=self.options.get("sizes"), **indices)
         parsed = expand_ellipses(spec if isinstance(spec, Spec) else parse(spec), shapes, indices)
-        resolve(parsed, *shapes, sizes=self.options.get("sizes"), **indices)
         self.text = _marked(parsed, self.constants)
         self._count = len(operands) - len(self.constants)
         # The operands of a call, by the positions that each stands for: variables are None.
@@ -216,6 +214,18 @@ class ContractExpression:
     def __repr__(self) -> str:
         constants = f", constants={list(self.constants)}" if self.constants else ""
         return f"<ContractExpression({self.text!r}{constants})>"
+
+
+def _positions(constants: Any, count: int) -> tuple[int, ...]:
+    """Return the positions of constants among operands, in order, each once."""
+    try:
+        named = {operator.index(n) for n in constants}
+    except TypeError:
+        raise PlannerError(f"constants= takes positions of operands, such as [0, 2], not {constants!r:.80}") from None
+    for number in named:
+        if not -count <= number < count:
+            raise PlannerError(f"constants= names operand {number}, but there are {count} operands")
+    return tuple(sorted({number % count for number in named}))
 
 
 def _marked(spec: Spec, constants: Collection[int]) -> str:

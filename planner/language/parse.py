@@ -19,7 +19,6 @@ __all__ = ["parse", "parse_sublists", "unpack_operands"]
 NUMBERS = (int, float, complex, np.integer)
 
 
-@lru_cache(maxsize=4096)
 def parse(text: str) -> Spec:
     """Parse a spec such as ``"nij, q[n]jk -> nik"``.
 
@@ -35,10 +34,16 @@ def parse(text: str) -> Spec:
         The unresolved spec. If the output is implicit, numpy's rule fills it in.
 
     Raises:
+        PlannerTypeError: the text is not a string.
         SpecError: the text is malformed. The message shows the place.
     """
     if not isinstance(text, str):
         raise PlannerTypeError(f"the spec must be a string, not {type(text).__name__}; an example is 'ij, jk -> ik'")
+    return _parsed(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Spec:
     terms, has_output = _Parser(text).terms()
     inputs = tuple(terms[:-1] if has_output else terms)
     output = terms[-1] if has_output else _implicit_output(inputs, text)

@@ -56,6 +56,7 @@ def resolve(
         The resolved spec.
 
     Raises:
+        PlannerTypeError: the spec is neither.
         SpecError: the spec is malformed, or an index array is missing or not in the spec.
         ShapeError: shapes contradict the spec or each other.
     """
