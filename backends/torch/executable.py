@@ -322,7 +322,7 @@ class Executable:
             return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), repeated[::-1]
         other = self.executable_for(repeated, strides)
         if isinstance(other, PlannerLimitError) and not fits:
-            raise self._refusal(other, strides)
+            raise self._refusal(other, gradient.stride())
         if isinstance(other, PlannerLimitError) or not self._has_read(other):
             return own
         other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
