@@ -305,7 +305,7 @@ def viewing(
         if not ordered:
             x = permute(x, dims)
         shape = x.shape
-        return x.reshape([shape[i] if j == i + 1 else math.prod(shape[i:j]) for i, j in spans])
+        return x.reshape([1 if i == j else shape[i] if j == i + 1 else math.prod(shape[i:j]) for i, j in spans])
 
     return view
 
@@ -313,7 +313,7 @@ def viewing(
 def matmul_product(
     matmul: Product,
     multiply: Product,
-    permute: Callable[[Any, Sequence[int]], Any],
+    viewing: Callable[[Sequence[int], Sequence[int]], Callable[[Any], Any]],
     form: ProductForm,
     spec: Spec,
     stacks: bool = False,
@@ -325,7 +325,7 @@ def matmul_product(
     Args:
         matmul: multiplies [m, k] by [k, n], or both with a batch in front. It accumulates half types in float32.
         multiply: multiplies arrays of equally many dimensions by element, with broadcasting. Its result is row-major.
-        permute: reorders dimensions.
+        viewing: returns a function that permutes an array and joins dimensions, from the last arguments of `viewing`.
         form: the groups of axes.
         spec: the step's spec.
         stacks: whether `matmul` takes more than one batch axis.
@@ -333,7 +333,7 @@ def matmul_product(
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
 
     def view(term: tuple[str, ...], order: Sequence[str], lengths: Sequence[int]) -> Callable[[Any], Any]:
-        return viewing(permute, [term.index(e) for e in order], lengths)
+        return viewing([term.index(e) for e in order], lengths)
 
     if not form.contracted:
         # Both operands get the axes of the output, of size 1 where an operand lacks one. Summed axes have size 1 here,
@@ -348,10 +348,12 @@ def matmul_product(
     if swapped:
         terms = terms[::-1]
     first, second = view(terms[0], *first_view), view(terms[1], *second_view)
-    back = viewing(permute, [order.index(e) for e in out], (1,) * len(out))
+    back = viewing([order.index(e) for e in out], (1,) * len(out))
     # Where the size of each axis is found: the operand and its dimension.
     places = [(0, terms[0].index(e)) if e in terms[0] else (1, terms[1].index(e)) for e in order]
     parts = any(length != 1 for length in lengths)
+    if not parts and all(each is _unchanged for each in (first, second, back)):
+        return (lambda a, b: matmul(b, a)) if swapped else matmul
 
     def product(a: Any, b: Any) -> Any:
         x = matmul(first(a), second(b))

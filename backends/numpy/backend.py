@@ -14,7 +14,7 @@ from planner.backends.common.indices import PreparedIndex, check_index_dtype, nu
 from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.routing import Routing
 from planner.backends.common.run import prepare_program
-from planner.backends.common.stock import Product, matmul_product
+from planner.backends.common.stock import Product, matmul_product, viewing
 from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
 from planner.cost.figures import Work
@@ -56,7 +56,7 @@ class NumpyOps:
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        return matmul_product(self.matmul, partial(np.multiply, order="C"), self.permute, form, spec)
+        return matmul_product(self.matmul, partial(np.multiply, order="C"), partial(viewing, self.permute), form, spec)
 
     def iota(self, size: int, like: Any) -> Any:
         return np.arange(size)

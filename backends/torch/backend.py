@@ -101,15 +101,19 @@ class TorchBackend(Backend):
             return None
         if scripts() is not None:
             raise AttributeError("under torch.jit.trace sizes are tensors")
-        key: list[Any] = [grad_enabled(), transform() is None or (only_grads(),), deterministic()]
+        flags: tuple[Any, ...] = (grad_enabled(), transform() is None or (only_grads(),), deterministic())
         if autocasts():
-            key.append(autocast_state(operands[0].device.type))
+            flags += (autocast_state(operands[0].device.type),)
         try:
+            if len(operands) == 2 and not indices:  # as below, without a loop, which takes 0.2 us longer
+                x, y = operands
+                return (*flags, x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad,
+                        y.shape, y.stride(), y.dtype, y.device, y.layout, y.requires_grad)  # fmt: skip
+            key: list[Any] = [*flags]
             for x in operands:
-                key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
-            if indices:
-                for name, q in indices.items():
-                    key.append((name, type(q), q.shape, q.dtype, q.device))
+                key += (x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad)
+            for name, q in indices.items():
+                key += (name, type(q), q.shape, q.dtype, q.device)
         except RuntimeError:  # some layouts have no shape or strides
             _refuse(operands, indices)
             raise

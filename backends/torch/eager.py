@@ -339,6 +339,8 @@ class _Compiler:
             form = product_form(spec)
             assert form is not None
             calls = matrix_product(form, spec) or self._einsum(spec, standins)
+            if calls is None and not result.copied:  # then looks at strides can be left out
+                calls = OPS.product_of_views(form, spec)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
             form = product_form(spec)

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation, viewing
+from planner.backends.common import stock
+from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.contexts.modes import transformed, watched
@@ -36,7 +37,7 @@ from planner.backends.torch.cuda_rows import (
     order_bytes,
     product_rate,
 )
-from planner.backends.torch.ops import OPS, is_recorded
+from planner.backends.torch.ops import OPS, is_recorded, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -305,7 +306,7 @@ def indexed_calls(op: Op) -> IndexedCalls | None:
     if reads is None or writes is None or sorted(reads.axes) != sorted(writes.axes):
         return None
     order = [reads.axes.index(e) for e in writes.axes]
-    arrange = viewing(OPS.permute, order, (1,) * len(order))
+    arrange = viewing(order, (1,) * len(order))
     take, add = reads.take, writes.add
 
     def result(x: Strided) -> Strided:
@@ -361,7 +362,8 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     back = [order.index(d) for d in range(len(term))]
     moves, shape = order != back or order != sorted(order), spec.shape(rows)
     orders = [([g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows]) for g in gathers]
-    views, standin_views = ([viewing(ops.permute, *order) for order in orders] for ops in (OPS, STRIDE_OPS))
+    views = [viewing(*order) for order in orders]
+    standin_views = [stock.viewing(STRIDE_OPS.permute, *order) for order in orders]
 
     def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
         return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])
@@ -420,7 +422,7 @@ def _elements_of(term: Term, spec: Spec) -> _Rows:
     order = [
         gather.axes.index(str(e)) for each in term for e in ([each] if each != gather else own) if e in gather.axes
     ]
-    view = viewing(OPS.permute, order, [len(own) if e == gather else int(e in gather.axes) for e in term])
+    view = viewing(order, [len(own) if e == gather else int(e in gather.axes) for e in term])
     axes = tuple(str(e) for each in term for e in ([each] if each != gather else own))
     places = [gather.axes.index(e) for e in own]
 

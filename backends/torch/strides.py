@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
-from planner.backends.common.stock import Product, matmul_product
+from planner.backends.common.stock import Product, matmul_product, viewing
 from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec, Term
 from planner.program.forms import ProductForm
@@ -102,7 +103,7 @@ class StrideOps:
         return _computed([n for d, n in enumerate(x.shape) if d not in dims], x)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        return matmul_product(self.matmul, self.multiply, self.permute, form, spec)
+        return matmul_product(self.matmul, self.multiply, partial(viewing, self.permute), form, spec)
 
     def matmul(self, a: Strided, b: Strided) -> Strided:
         if len(a.shape) == 3:
