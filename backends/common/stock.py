@@ -317,6 +317,7 @@ def matmul_product(
     form: ProductForm,
     spec: Spec,
     stacks: bool = False,
+    vectors_first: bool = False,
 ) -> Product:
     """Return the function that multiplies two arrays as matrices, or by element where nothing is summed.
 
@@ -329,6 +330,7 @@ def matmul_product(
         form: the groups of axes.
         spec: the step's spec.
         stacks: whether `matmul` takes more than one batch axis.
+        vectors_first: see `is_swapped`.
     """
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
 
@@ -344,7 +346,7 @@ def matmul_product(
 
         first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
-    swapped, (first_view, second_view, (order, lengths)) = _matrix_views(form, spec, stacks)
+    swapped, (first_view, second_view, (order, lengths)) = _matrix_views(form, spec, stacks, vectors_first)
     if swapped:
         terms = terms[::-1]
     first, second = view(terms[0], *first_view), view(terms[1], *second_view)
@@ -365,14 +367,19 @@ def matmul_product(
     return (lambda a, b: product(b, a)) if swapped else product
 
 
-def is_swapped(form: ProductForm, spec: Spec) -> bool:
-    """Return whether the second operand is the first factor of `matmul_product`: in the output its axes come first."""
+def is_swapped(form: ProductForm, spec: Spec, vectors_first: bool = False) -> bool:
+    """Return whether the second operand is the first factor of `matmul_product`: in the output its axes come first.
+
+    With `vectors_first`, batches of vectors are the first factor, whichever operand they are.
+    """
+    if vectors_first and form.batch and not form.right:
+        return bool(form.left)
     free = tuple([axis for axis in term_axes(spec.output) if axis not in form.batch])
     return (*form.left, *form.right) != free == (*form.right, *form.left)
 
 
 def _matrix_views(
-    form: ProductForm, spec: Spec, stacks: bool
+    form: ProductForm, spec: Spec, stacks: bool, vectors_first: bool = False
 ) -> tuple[bool, tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]]:
     """Return how `matmul_product` views two operands and the result as matrices.
 
@@ -380,7 +387,7 @@ def _matrix_views(
         whether the second operand is the first factor; for the factors and the result, the order of their axes, and of
         how many axes each dimension of their matrices is made.
     """
-    left, right, swapped = form.left, form.right, is_swapped(form, spec)
+    left, right, swapped = form.left, form.right, is_swapped(form, spec, vectors_first)
     if swapped:
         left, right = right, left
     m, n, k = len(left), len(right), len(form.contracted)

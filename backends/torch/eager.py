@@ -5,7 +5,7 @@ Each step becomes a small function over views. Autograd then keeps exactly what 
 autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
-- the result of a step would have other strides than the plan says, but for a product by element that comes last;
+- the result of a step would have other strides than the plan says, but for a product that comes last;
 - an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
 - a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
@@ -15,12 +15,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import string
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from planner.backends.common.stock import evaluation, is_swapped
@@ -28,7 +26,16 @@ from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import MULTIPLY_SUM, broadcast_product, summed_axes, summed_product
+from planner.backends.torch.products import (
+    MOST_LETTERS,
+    MULTIPLY_SUM,
+    broadcast_product,
+    count_matrix_views,
+    einsum_call,
+    is_short,
+    summed_axes,
+    summed_product,
+)
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
@@ -87,8 +94,6 @@ MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum", "take, multiply, add")
-_OPERATORS: Any = torch._C._VariableFunctions
-_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
 
 @dataclasses.dataclass(slots=True)
@@ -261,7 +266,7 @@ class _Compiler:
         summed = self.rows.get(tree.op.spec) == MULTIPLY_SUM
         if (
             not summed
-            and not (root and kind == "multiply")
+            and not (root and kind in ("matmul", "multiply"))
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
         ):
@@ -338,9 +343,11 @@ class _Compiler:
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
+            if root and (turned := self._turned(form, spec, standins)) is not None:
+                return turned
             calls = matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
-                calls = OPS.product_of_views(form, spec)
+                calls = OPS.product_of_views(form, spec, recorded=self.chosen is not None)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
             form = product_form(spec)
@@ -392,12 +399,12 @@ class _Compiler:
         assert form is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = any(copies_of(*operand)[1] for operand in operands)
-        few_calls = _count_views(form, spec) < 3
+        few_calls = count_matrix_views(form, spec) < 3
         # Of few multiplications `bmm` takes less time than copies for unit strides.
         tiny = not recorded and joint_elements(spec) <= MOST_SCATTERED
-        if (scattered != recorded and not tiny) or (few_calls and not recorded) or len(spec.axes) > len(_LETTERS):
+        if (scattered != recorded and not tiny) or (few_calls and not recorded) or len(spec.axes) > MOST_LETTERS:
             return None
-        swapped, output = is_swapped(form, spec), spec.output
+        swapped, output = is_swapped(form, spec, vectors_first=not recorded), spec.output
         if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
             if recorded:
                 return None
@@ -405,14 +412,31 @@ class _Compiler:
         free = tuple(axis for axis in output if axis not in form.batch)
         if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
             return None  # einsum has rules of its own for axes of size 1
-        letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
-        first, second, out = ("".join(letters[str(axis)] for axis in term) for term in (*spec.inputs, output))
-        einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
-        equation = f"{second},{first}->{out}" if swapped else f"{first},{second}->{out}"
-        if output != spec.output:
-            dims = tuple(output.index(axis) for axis in spec.output)
-            return lambda a, b: einsum(equation, (b, a) if swapped else (a, b)).permute(dims)
-        return (lambda a, b: einsum(equation, (b, a))) if swapped else (lambda a, b: einsum(equation, (a, b)))
+        call = einsum_call(form, spec, output, swapped)
+        if output == spec.output:
+            return call
+        dims = tuple(output.index(axis) for axis in spec.output)
+        return lambda a, b: call(a, b).permute(dims)
+
+    def _turned(
+        self, form: ProductForm, spec: Spec, standins: Sequence[Strided]
+    ) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return torch's own einsum of the last product if it is faster than what gives a row-major result; else None.
+
+        Matrices of few columns and many rows take longer than transposed ones, and so do gradients of products with few
+        terms, see `is_short`.
+        """
+        (_, m, n, k), recorded = form.sizes, self.chosen is not None
+        turns = is_swapped(form, spec) and is_short(m, n)
+        small = joint_elements(spec) <= MOST_SCATTERED or 1 in spec.by_axis.values() or len(spec.axes) > MOST_LETTERS
+        if small or not (turns or (recorded and is_short(k, min(m, n)))):
+            return None
+        if any(any(copies_of(*operand)) for operand in zip(standins, spec.inputs, form.matrices[:2], strict=True)):
+            return None
+        order = (*form.batch, *form.left, *form.right)
+        lies = STRIDE_OPS.product(form, dataclasses.replace(spec, output=order))(*standins)
+        call, dims = einsum_call(form, spec, order, False), [order.index(str(e)) for e in spec.output]
+        return lambda a, b: call(a, b).permute(dims), STRIDE_OPS.permute(lies, dims)
 
     def _kept_copies(self, node: Node, standins: Sequence[Strided]) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
@@ -440,12 +464,3 @@ class _Compiler:
             if reshaped and other.requires_grad:
                 kept.append(size)
         return kept
-
-
-def _count_views(form: ProductForm, spec: Spec) -> int:
-    """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
-    count = 0
-    for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
-        count += tuple(axis for group in groups for axis in group) != term
-        count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
-    return count

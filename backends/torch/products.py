@@ -8,6 +8,7 @@ one result one by one, or are computed as a batch that is summed afterwards.
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,18 +24,22 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, reordered, without
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, term_axes, term_gathers
+from planner.language.spec import Spec, Term, term_axes, term_gathers
 from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
 __all__ = [
+    "MOST_LETTERS",
     "MULTIPLY_SUM",
     "SLICE_LAUNCHES",
     "broadcast_product",
     "copied_form",
+    "count_matrix_views",
+    "einsum_call",
     "einsum_copies",
     "einsum_cost",
+    "is_short",
     "product_rows",
     "summed_axes",
     "summed_product",
@@ -46,6 +51,11 @@ MULTIPLY_SUM = "multiply, then sum"
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
+# Matrices with so few columns are multiplied faster transposed, see `is_short`.
+_SHORT = 16
+_OPERATORS: Any = torch._C._VariableFunctions
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
+MOST_LETTERS = len(_LETTERS)
 # How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us.
 SLICE_LAUNCHES = 4.3
 
@@ -355,3 +365,39 @@ def broadcast_product(spec: Spec) -> Product:
 
     first, second = map(view_as_output, map(term_axes, spec.inputs))
     return lambda a, b: torch.mul(first(a), second(b))
+
+
+def is_short(side: int, other: int) -> bool:
+    """Return whether matrices with so many rows take longer to multiply than transposed ones, `side` their columns.
+
+    Times of (n, k) by (k, side) and of (side, k) by (k, n), by their strides, on one core of an AMD EPYC: 23 and 6 us
+    for 2048, 9 and 5; 62 to 445 and 31 to 40 us for 4096, 32 and 8; 45 to 100 and 48 to 64 us for 2048, 64 and 16;
+    torch 2.13, 2026-11-27.
+    """
+    return side <= _SHORT and 2 * side <= other
+
+
+def einsum_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:
+    """Return torch's own einsum of a product, which multiplies matrices in the order of its operands.
+
+    Args:
+        form: the groups of axes; summed ones are viewed as one in its order.
+        spec: the spec.
+        output: the order of the axes of the result.
+        swapped: whether the second operand comes first.
+    """
+    # The order of summed axes in memory is that of their letters.
+    letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
+    first, second, out = ("".join(letters[str(axis)] for axis in term) for term in (*spec.inputs, output))
+    einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
+    equation = f"{second},{first}->{out}" if swapped else f"{first},{second}->{out}"
+    return (lambda a, b: einsum(equation, (b, a))) if swapped else (lambda a, b: einsum(equation, (a, b)))
+
+
+def count_matrix_views(form: ProductForm, spec: Spec) -> int:
+    """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
+    count = 0
+    for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
+        count += tuple(axis for group in groups for axis in group) != term
+        count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
+    return count

@@ -56,7 +56,8 @@ class ProductForm:
 def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
-    If all summed axes have size 1, the form has no contracted axes: the step multiplies element by element.
+    Summed axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
+    differ. If all of them have size 1, the form has no contracted axes: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -66,12 +67,12 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
-    shared = [axis for axis in a if axis in set_b]
+    larger = a if math.prod(spec.shape(a)) >= math.prod(spec.shape(b)) else b
     groups = (
-        tuple([axis for axis in shared if axis in set_out]),
+        tuple([axis for axis in a if axis in set_b and axis in set_out]),
         tuple([axis for axis in a if axis not in set_b]),
         tuple([axis for axis in b if axis not in set_a]),
-        tuple([axis for axis in shared if axis not in set_out]),
+        tuple([axis for axis in larger if axis in set_a and axis in set_b and axis not in set_out]),
     )
     batches, m, n, k = _counts(spec, *groups)
     if k == 1:
