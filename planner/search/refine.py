@@ -17,8 +17,8 @@ __all__ = ["is_fastest_kept", "keep_inputs", "order_children", "prefer_autograd"
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
-# Scratch of two gradients at once, and how much memory a plan may take that autograd runs, if another takes less.
-_MOST_SCRATCH, _MOST_MEMORY = 2**16, 2**18
+# How much memory a plan may take that autograd runs, if another takes less: the naive one's, or so much.
+_MOST_MEMORY = 2**18
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -71,7 +71,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
-    naive one, with the steps that autograd runs. They take no more memory, or little.
+    naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree may take what
+    it takes without index arrays, as the framework's own einsum does.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
@@ -89,17 +90,16 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     among = frozenset(rows)
 
     def choices(op: Op) -> Sequence[PricedImplementation]:
-        """Return the rows that autograd runs. It holds the scratch of two gradients at once, so it must be small."""
-        known = space.choices(op, among=among)
-        small = [c for c in known if c.cost.scratch_bytes - c.cost.copied_bytes <= _MOST_SCRATCH]
-        return small or space.choices(op)
+        return space.choices(op, among=among) or space.choices(op)
 
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     most = Limits(max(best.cost.peak_bytes, _MOST_MEMORY), max(best.cost.retained_bytes, _MOST_MEMORY))
+    gathers = space.contraction.resolved.spec.gathers
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
-        if found.cost.seconds < least and keeps_within(found.cost, most) and seconds(found) < least:
+        is_einsum = naive is not None and tree == naive.tree and not gathers
+        if found.cost.seconds < least and (is_einsum or keeps_within(found.cost, most)) and seconds(found) < least:
             best, least = found, seconds(found)
     return best
 
