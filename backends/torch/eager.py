@@ -458,7 +458,7 @@ class _Compiler:
                 return None
             # The order in which einsum views axes as one.
             ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]
-            alike = ordered == [*map(list, groups)] or (size <= MOST_REPLACED and copies_of(x, term, ordered)[0])
+            alike = ordered == [*map(list, groups)] or copies_of(x, term, ordered)[0]
             if reshaped and other.requires_grad and not alike:
                 return None
             if reshaped and other.requires_grad:
