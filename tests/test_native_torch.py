@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import planner
+from planner.inspect.memory import torch_backward_memory, torch_memory
 from planner.testing.reference import reference, reference_gradients
 
 torch = pytest.importorskip("torch")
@@ -39,10 +42,14 @@ def test_small_products_have_the_derivatives_of_torch(spec, shapes):
         assert torch.equal(ours, theirs)
 
 
-def test_outer_products_that_fill_the_cache_run_the_plan_s_gradients():
-    """Autograd would hold both products of two gradients at once, which the predicted peak does not know."""
+def test_outer_products_that_fill_the_cache_hold_two_products_as_the_plan_says():
+    """Autograd multiplies for both gradients before it sums for one."""
     operands = [integers(40, 50, grad=True), integers(50, 60, grad=True)]
-    assert "Contract" in planner.contract("ik,kj->ikj", *operands).grad_fn.name()
+    plan = planner.plan("ik,kj->ikj", *operands)
+    result = planner.contract("ik,kj->ikj", *operands)
+    assert "Contract" not in result.grad_fn.name()
+    _, measured = torch_backward_memory(lambda: planner.contract("ik,kj->ikj", *operands), operands, result.detach())
+    assert 2 * result.nbytes < measured.peak_bytes <= plan.cost.backward.peak_bytes
 
 
 def kept(call):
@@ -88,7 +95,7 @@ def test_a_long_plan_keeps_operands_in_place_of_copies():
 @pytest.fixture
 def equations(monkeypatch):
     """The equations that native calls pass to torch's einsum from now on."""
-    from planner.backends.torch import eager
+    from planner.backends.torch import products
 
     called = []
 
@@ -97,7 +104,7 @@ def equations(monkeypatch):
             called.append(equation)
             return torch.einsum(equation, *operands)
 
-    monkeypatch.setattr(eager, "_OPERATORS", Operators())
+    monkeypatch.setattr(products, "_OPERATORS", Operators())
     planner.caches().clear()
     return called
 
@@ -146,6 +153,71 @@ def test_products_whose_groups_change_order_are_one_call_and_a_view(spec, shapes
     assert torch.equal(found, torch.einsum(spec, *operands))
     out = spec.split("->")[1]
     assert found.permute([out.index(axis) for axis in order]).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("ijk,zij->zk", [(3, 3, 5), (1024, 3, 3)]),
+        ("ai,zbi->zba", [(6, 7), (64, 32, 7)]),
+        ("bmk,bzk->bzm", [(4, 5, 16), (4, 512, 16)]),
+    ],
+)
+def test_matrices_of_few_columns_are_multiplied_transposed(spec, shapes):
+    """The other way round takes up to five times as long."""
+    operands = [integers(*shape) for shape in shapes]
+    expected = torch.einsum(spec, *operands)
+    plan = planner.plan(spec, *operands, optimize="optimal")
+    found, measured = torch_memory(lambda: planner.contract(spec, *operands, optimize="optimal"))
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        again = planner.contract(spec, *operands)
+    (first,) = [e.input_shapes[0] for e in recorded.events() if e.name in ("aten::mm", "aten::bmm")]
+    assert first[-2] == expected.shape[-1]
+    assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
+    assert found.stride() == again.stride() == expected.stride()
+    assert measured.peak_bytes <= plan.cost.peak_bytes
+
+
+def test_columns_of_a_batch_are_multiplied_as_rows():
+    operands = integers(8, 4, 32, 16), integers(8, 16)
+    planner.contract("bhnd,bd->bhn", *operands)
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        found = planner.contract("bhnd,bd->bhn", *operands)
+    assert [event.input_shapes[0] for event in recorded.events() if event.name == "aten::bmm"] == [[8, 1, 16]]
+    assert torch.equal(found, torch.einsum("bhnd,bd->bhn", *operands))
+
+
+def test_summed_axes_that_lie_in_two_orders_copy_the_smaller_operand():
+    shapes = (7, 16, 16), (512, 16, 7)
+    for spec, sizes in (("mbi,zbm->zi", shapes), ("zbm,mbi->zi", shapes[::-1])):
+        plan = planner.plan(spec, *sizes, backend="torch", device="cpu")
+        assert plan.cost.copied_bytes == 4 * 7 * 16 * 16
+
+
+def test_rows_are_taken_in_the_order_of_the_product():
+    operands = [planner.Operand(shape, requires_grad=True) for shape in [(32, 8), (27, 8, 8)]]
+    plan = planner.plan("x[nk]c, kco -> no", *operands, x=(16, 27), backend="torch", device="cpu")
+    assert plan.cost.copied_bytes == 0
+
+
+@given(data=st.data())
+def test_views_by_the_shortest_calls_are_those_of_permute_and_reshape(data):
+    from planner.backends.common import stock
+    from planner.backends.torch.ops import OPS, viewing
+
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=5))
+    order = data.draw(st.permutations(range(len(shape))))
+    lengths, left = [], len(shape)
+    while left and len(lengths) < 8:
+        lengths.append(data.draw(st.integers(0, left)))
+        left -= lengths[-1]
+    lengths += [1] * left
+    x = torch.arange(float(np.prod(shape))).reshape(shape)
+    joined = viewing(order, lengths)(x)
+    expected = stock.viewing(OPS.permute, order, lengths)(x)
+    assert torch.equal(joined, expected)
+    assert joined.data_ptr() == x.data_ptr() or expected.data_ptr() != x.data_ptr(), "a needless copy"
 
 
 @pytest.mark.parametrize(

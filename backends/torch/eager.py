@@ -5,7 +5,7 @@ Each step becomes a small function over views. Autograd then keeps exactly what 
 autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
-- the result of a step would have other strides than the plan says, but for a product that comes last;
+- the result of a step would have other strides than the plan says, but for a product by element that comes last;
 - an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
 - a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
@@ -25,14 +25,14 @@ from planner.backends.common.stock import evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
-from planner.backends.torch.ops import OPS, matrix_product
+from planner.backends.torch.ops import OPS, has_few_columns, matrix_product, transposing
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
     broadcast_product,
     count_matrix_views,
     einsum_call,
-    is_short,
+    has_short_sums,
     summed_axes,
     summed_product,
 )
@@ -42,7 +42,7 @@ from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
 from planner.program.contraction import Contraction
-from planner.program.forms import ProductForm, product_form
+from planner.program.forms import product_form
 from planner.program.ops import Cast, Guard, Op, joint_elements
 from planner.program.program import Programs, Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
@@ -87,6 +87,9 @@ MOST_REPLACED = 2**15
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 and 24 us for 19 and 30 on one core
 # of an AMD EPYC at 4,608 and 18,432 of them, 191 us for 47 at 73,728; torch 2.13, 2026-11-27.
 MOST_SCATTERED = 2**15
+# The gradients of batched vectors of more multiplications are faster in a Function: autograd multiplies matrices by
+# columns, 86 us where a row takes 9 for 16 matrices of 512 x 16 (one core of an AMD EPYC, torch 2.13, 2026-11-27).
+MOST_VECTORS = 2**16
 # What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
@@ -205,9 +208,7 @@ def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> fl
         native = all(row in NATIVE for row in computing) and bool(
             compile_native(tree, standins_of(contraction), backward, rows=rows, tries=True)
         )
-    if native:
-        return 0.0
-    return FUNCTION_SECONDS + GUARDED_SECONDS * len(spec.gathers)
+    return 0.0 if native else FUNCTION_SECONDS + GUARDED_SECONDS * len(spec.gathers)
 
 
 def _no_run(*inputs: Tensor) -> Tensor:
@@ -266,7 +267,7 @@ class _Compiler:
         summed = self.rows.get(tree.op.spec) == MULTIPLY_SUM
         if (
             not summed
-            and not (root and kind in ("matmul", "multiply"))
+            and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
         ):
@@ -343,12 +344,17 @@ class _Compiler:
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
-            if root and (turned := self._turned(form, spec, standins)) is not None:
-                return turned
-            calls = matrix_product(form, spec) or self._einsum(spec, standins)
+            recorded = self.chosen is not None
+            if form.batch and recorded and 1 in form.sizes[1:3] and joint_elements(spec) > MOST_VECTORS:
+                return None
+            calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
+            calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
-                calls = OPS.product_of_views(form, spec, recorded=self.chosen is not None)
-            return calls or OPS.product(form, spec), result
+                calls = OPS.product_of_views(form, spec, recorded)
+            stock = OPS.product(form, spec)
+            if calls is not None and not recorded and has_few_columns(form, spec):
+                return transposing(stock, calls, is_swapped(form, spec)), result
+            return calls or stock, result
         if kind == "multiply":
             form = product_form(spec)
             assert form is not None
@@ -389,7 +395,8 @@ class _Compiler:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
 
         It takes less time than three calls that make views, but autograd records more of it. There it is of use if
-        matrices lack unit strides, because it does not keep the copies that `bmm` makes of them. It multiplies
+        matrices lack unit strides, because it does not keep the copies that `bmm` makes of them; or for short sums,
+        because one of two gradients of `mm` at least, and of `bmm` one, is a product with few columns. It multiplies
         [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
         or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
         evaluation orders axes. Without gradients the result is permuted where a group has another order in it than in
@@ -402,7 +409,12 @@ class _Compiler:
         few_calls = count_matrix_views(form, spec) < 3
         # Of few multiplications `bmm` takes less time than copies for unit strides.
         tiny = not recorded and joint_elements(spec) <= MOST_SCATTERED
-        if (scattered != recorded and not tiny) or (few_calls and not recorded) or len(spec.axes) > MOST_LETTERS:
+        short = recorded and has_short_sums(form)
+        if (
+            (scattered != recorded and not (tiny or short))
+            or (few_calls and not recorded)
+            or len(spec.axes) > MOST_LETTERS
+        ):
             return None
         swapped, output = is_swapped(form, spec, vectors_first=not recorded), spec.output
         if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
@@ -417,26 +429,6 @@ class _Compiler:
             return call
         dims = tuple(output.index(axis) for axis in spec.output)
         return lambda a, b: call(a, b).permute(dims)
-
-    def _turned(
-        self, form: ProductForm, spec: Spec, standins: Sequence[Strided]
-    ) -> tuple[Callable[..., Tensor], Strided] | None:
-        """Return torch's own einsum of the last product if it is faster than what gives a row-major result; else None.
-
-        Matrices of few columns and many rows take longer than transposed ones, and so do gradients of products with few
-        terms, see `is_short`.
-        """
-        (_, m, n, k), recorded = form.sizes, self.chosen is not None
-        turns = is_swapped(form, spec) and is_short(m, n)
-        small = joint_elements(spec) <= MOST_SCATTERED or 1 in spec.by_axis.values() or len(spec.axes) > MOST_LETTERS
-        if small or not (turns or (recorded and is_short(k, min(m, n)))):
-            return None
-        if any(any(copies_of(*operand)) for operand in zip(standins, spec.inputs, form.matrices[:2], strict=True)):
-            return None
-        order = (*form.batch, *form.left, *form.right)
-        lies = STRIDE_OPS.product(form, dataclasses.replace(spec, output=order))(*standins)
-        call, dims = einsum_call(form, spec, order, False), [order.index(str(e)) for e in spec.output]
-        return lambda a, b: call(a, b).permute(dims), STRIDE_OPS.permute(lies, dims)
 
     def _kept_copies(self, node: Node, standins: Sequence[Strided]) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.

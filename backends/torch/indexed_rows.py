@@ -362,8 +362,7 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     back = [order.index(d) for d in range(len(term))]
     moves, shape = order != back or order != sorted(order), spec.shape(rows)
     orders = [([g.axes.index(e) for e in rows if e in g.axes], [int(e in g.axes) for e in rows]) for g in gathers]
-    views = [viewing(*order) for order in orders]
-    standin_views = [stock.viewing(STRIDE_OPS.permute, *order) for order in orders]
+    views, standin_views = ([viewing(*o) for o in orders], [stock.viewing(STRIDE_OPS.permute, *o) for o in orders])
 
     def indices(index: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
         return tuple([view(index[gather]) for view, gather in zip(views, gathers, strict=True)])

@@ -18,7 +18,7 @@ from torch import Tensor
 from planner.backends.common.stock import Product, count_views
 from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES, short_run_seconds
-from planner.backends.torch.ops import OPS, viewing
+from planner.backends.torch.ops import FEW_COLUMNS, OPS, viewing
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, reordered, without
@@ -39,7 +39,7 @@ __all__ = [
     "einsum_call",
     "einsum_copies",
     "einsum_cost",
-    "is_short",
+    "has_short_sums",
     "product_rows",
     "summed_axes",
     "summed_product",
@@ -51,8 +51,6 @@ MULTIPLY_SUM = "multiply, then sum"
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
-# Matrices with so few columns are multiplied faster transposed, see `is_short`.
-_SHORT = 16
 _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 MOST_LETTERS = len(_LETTERS)
@@ -367,14 +365,10 @@ def broadcast_product(spec: Spec) -> Product:
     return lambda a, b: torch.mul(first(a), second(b))
 
 
-def is_short(side: int, other: int) -> bool:
-    """Return whether matrices with so many rows take longer to multiply than transposed ones, `side` their columns.
-
-    Times of (n, k) by (k, side) and of (side, k) by (k, n), by their strides, on one core of an AMD EPYC: 23 and 6 us
-    for 2048, 9 and 5; 62 to 445 and 31 to 40 us for 4096, 32 and 8; 45 to 100 and 48 to 64 us for 2048, 64 and 16;
-    torch 2.13, 2026-11-27.
-    """
-    return side <= _SHORT and 2 * side <= other
+def has_short_sums(form: ProductForm) -> bool:
+    """Return whether the gradients of a product are products with few columns, each of few terms being summed."""
+    batch, m, n, k = form.sizes
+    return batch == 1 and k < FEW_COLUMNS and 2 * k <= min(m, n) and m * n * k > 2**15
 
 
 def einsum_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:

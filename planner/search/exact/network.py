@@ -102,14 +102,11 @@ class Network:
         self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
         self.result = replace_gathers(spec.output, pools.__getitem__)
         # The output's axes come first, so that intermediates tend to have the result's layout.
-        # The row axes of a gather stand in the place of its pool axis: rows are added up one after the other.
+        # The row axes of a gather stand in the place of its pool axis: rows are taken and added up one after the other.
         order: dict[str, None] = {}
-        for axis, entry in zip(self.result, spec.output, strict=True):
-            order.update(dict.fromkeys((axis, *entry.axes) if isinstance(entry, Gather) else (axis,)))
-        for term in self.leaves:
-            order.update(dict.fromkeys(term))
-        for gather in gathers:
-            order.update(dict.fromkeys(gather.axes))
+        for leaf, term in ((self.result, spec.output), *zip(self.leaves, spec.inputs, strict=True)):
+            for axis, entry in zip(leaf, term, strict=True):
+                order.update(dict.fromkeys((axis, *entry.axes) if isinstance(entry, Gather) else (axis,)))
         self.axes = tuple(order)
         self._bit = {axis: 1 << i for i, axis in enumerate(self.axes)}
         self.wide = self.mask([axis for axis in self.axes if sizes[axis] != 1])
