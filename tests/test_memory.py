@@ -287,11 +287,14 @@ DRAWN = {"min_operands": 2, "max_axes": 4, "without": PLAIN}
 
 
 # The part of the predictions that is within an error. Of some seventy problems three or four would decide the 95th
-# percentile, and of 25 one; of these 4 were seen to fit. In JAX the rules of XLA that are known leave 28% and more there.
+# percentile, and of 25 one; of these 4 were seen to fit. In JAX the known rules of XLA leave 28% and more there.
 @in_each(
     numpy=None,
     torch=[None, (exact_problems(**DRAWN), examples(120, 1_200), 0.2, examples(0.9, 0.95), 0.25)],
-    jax=[None, (exact_problems(**DRAWN, max_operands=4), examples(25, 400), 0.08, examples(0.5, 0.95), examples(0.25, 0.5))],
+    jax=[
+        None,
+        (exact_problems(**DRAWN, max_operands=4), examples(25, 400), 0.08, examples(0.5, 0.95), examples(0.25, 0.5)),
+    ],
 )
 def test_peaks(engine, sample, request):
     """Of the named workloads, or of drawn problems; in JAX of calls that are not jitted."""

@@ -17,8 +17,10 @@ from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, p
 from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, product_form
 
-__all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
+__all__ = ["SMALL_MATRIX", "ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
 
+# Torch multiplies matrices of a batch in a loop of its own, however they lie, up to so many multiplications each.
+SMALL_MATRIX = 400
 # A function of arrays that computes a product.
 Product = Callable[..., Any]
 # A function that computes a step, from its inputs, the index arrays, and whether indices may mean "no row".
@@ -370,9 +372,9 @@ def matmul_product(
 def is_swapped(form: ProductForm, spec: Spec, vectors_first: bool = False) -> bool:
     """Return whether the second operand is the first factor of `matmul_product`: in the output its axes come first.
 
-    With `vectors_first`, batches of vectors are the first factor, whichever operand they are.
+    With `vectors_first`, batches of vectors are the first factor, whichever operand they are, but of small matrices.
     """
-    if vectors_first and form.batch and not form.right:
+    if vectors_first and form.batch and not form.right and math.prod(form.sizes[1:]) >= SMALL_MATRIX:
         return bool(form.left)
     free = tuple([axis for axis in term_axes(spec.output) if axis not in form.batch])
     return (*form.left, *form.right) != free == (*form.right, *form.left)

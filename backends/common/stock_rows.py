@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from planner.backends.common.run import prepare_loop
-from planner.backends.common.stock import ArrayOps, count_views, evaluation, is_swapped
+from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -44,9 +44,9 @@ _SHORT_RUN = 8
 # Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer
 # vectors.
 _SCATTERED_SECONDS = 20e-9
-# Torch multiplies each element of smaller matrices of a batch in a loop of its own, without a call for each matrix: 0.6
-# to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384 (AMD EPYC, torch 2.13, 2026-11-27).
-_SMALL_MATRIX, _SMALL_SECONDS = 400, 0.9e-9
+# Torch multiplies the elements of small matrices of a batch in a loop of its own, without a call for each matrix:
+# 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384 (AMD EPYC, torch 2.13, 2026-11-27).
+_SMALL_SECONDS = 0.9e-9
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -167,7 +167,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         form, layouts = product_form(spec), op.layouts or (None, None)
         assert form is not None
         batch, m, n, k = form.sizes
-        if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < _SMALL_MATRIX and not device.products:
+        if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
             parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
         if launches := _view_launches(form, spec, layouts):

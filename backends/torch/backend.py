@@ -111,9 +111,9 @@ class TorchBackend(Backend):
                         y.shape, y.stride(), y.dtype, y.device, y.layout, y.requires_grad)  # fmt: skip
             key: list[Any] = [*flags]
             for x in operands:
-                key += (x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad)
+                key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
             for name, q in indices.items():
-                key += (name, type(q), q.shape, q.dtype, q.device)
+                key.append((name, type(q), q.shape, q.dtype, q.device))
         except RuntimeError:  # some layouts have no shape or strides
             _refuse(operands, indices)
             raise

@@ -21,17 +21,18 @@ from typing import Any
 
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation, is_swapped
+from planner.backends.common.stock import count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
-from planner.backends.torch.ops import OPS, has_few_columns, matrix_product, transposing
+from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
     broadcast_product,
     count_matrix_views,
     einsum_call,
+    has_large_vectors,
     has_short_sums,
     summed_axes,
     summed_product,
@@ -87,9 +88,6 @@ MOST_REPLACED = 2**15
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 and 24 us for 19 and 30 on one core
 # of an AMD EPYC at 4,608 and 18,432 of them, 191 us for 47 at 73,728; torch 2.13, 2026-11-27.
 MOST_SCATTERED = 2**15
-# The gradients of batched vectors of more multiplications are faster in a Function: autograd multiplies matrices by
-# columns, 86 us where a row takes 9 for 16 matrices of 512 x 16 (one core of an AMD EPYC, torch 2.13, 2026-11-27).
-MOST_VECTORS = 2**16
 # What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
@@ -323,12 +321,13 @@ class _Compiler:
         The function takes the inputs. That of an indexed step takes the index arrays after them. `of_operand` says
         whether the first input is an operand.
         """
-        spec = op.spec
-        kind = stock_kind(op)
+        spec, kind, form = op.spec, stock_kind(op), product_form(op.spec)
         if kind in INDEXED:
             return self._indexed(op, standins[0], of_operand)
         if spec.gathers:  # without gradients
-            self.reads.checked = False
+            # Takes along one dimension refuse each index out of range; sums by segments write elsewhere in the memory.
+            self.reads.checked &= all(len(indexed_dims(term)) < 2 for term in spec.inputs)
+            self.reads.checked &= not indexed_dims(spec.output)
             shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
             arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
             result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
@@ -339,29 +338,26 @@ class _Compiler:
             summed = Strided(shape, row_major(shape), any(x.requires_grad for x in standins), copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
-        if kind == "matmul" and self.tries:
-            return _no_run, result
+        recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
-            form = product_form(spec)
             assert form is not None
-            recorded = self.chosen is not None
-            if form.batch and recorded and 1 in form.sizes[1:3] and joint_elements(spec) > MOST_VECTORS:
+            if recorded and has_large_vectors(form):
                 return None
+            if self.tries:
+                return _no_run, result
             calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
-            stock = OPS.product(form, spec)
-            if calls is not None and not recorded and has_few_columns(form, spec):
-                return transposing(stock, calls, is_swapped(form, spec)), result
-            return calls or stock, result
+            return calls or OPS.product(form, spec), result
         if kind == "multiply":
-            form = product_form(spec)
             assert form is not None
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
             # Axes of size 1 would lie otherwise than in what torch's einsum returns.
             if 1 not in spec.by_axis.values() and (root or follows.strides == result.strides):
-                return broadcast_product(spec), follows
+                if count_views(form, spec, stacks=True) < 4 or recorded or len(spec.axes) > MOST_LETTERS:
+                    return broadcast_product(spec), follows
+                return einsum_call(form, spec, spec.output, False), follows
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common import stock
 from planner.backends.common.masks import guard_run
-from planner.backends.common.stock import Product, is_swapped, matmul_product
+from planner.backends.common.stock import Product, matmul_product
 from planner.backends.torch.contexts.modes import (
     carries_tangents,
     in_functorch,
@@ -28,7 +28,6 @@ from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm
 
 __all__ = [
-    "FEW_COLUMNS",
     "OPS",
     "TorchOps",
     "as_output",
@@ -40,15 +39,12 @@ __all__ = [
     "finite",
     "is_finite",
     "is_recorded",
-    "has_few_columns",
-    "is_transposed",
     "matrix_product",
     "multiply",
     "not_dense",
     "occurs",
     "promote",
     "torch_dtype",
-    "transposing",
     "unit_strided",
     "unseen",
     "viewing",
@@ -123,54 +119,6 @@ def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
     return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
 
 
-# Matrices of few columns are multiplied faster transposed, if the first factor has so many elements at least, and are
-# copied then if they have so many at most: 10 us for 22 to 25 with 2048 x 9 by 9 x 5, 19 for 26 to 80 with 16 of 64 x
-# 64 by 64 x 8, 44 for 56 to 275 with 576 x 256 by 256 x 9; one core of an AMD EPYC, torch 2.13, 2026-11-27.
-FEW_COLUMNS, LEAST_TRANSPOSED, MOST_TRANSPOSED = 12, 2**13, 2**14
-
-
-def has_few_columns(form: ProductForm, spec: Spec) -> bool:
-    """Return whether the matrices that a product gives have few columns, and more rows."""
-    _, m, n, k = form.sizes
-    rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
-    return bool(form.contracted) and 1 < columns < FEW_COLUMNS and 2 * columns <= rows
-
-
-def is_transposed(form: ProductForm, spec: Spec) -> bool:
-    """Return whether a product on a CPU is computed transposed, and then copied."""
-    batch, m, n, k = form.sizes
-    enough = batch * max(m, n) * k >= LEAST_TRANSPOSED and batch * m * n <= MOST_TRANSPOSED
-    return enough and has_few_columns(form, spec)
-
-
-def _transposed(matmul: Product) -> Product:
-    """Return the function that multiplies matrices, or a batch of them, by multiplying the transposed ones."""
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not _has_many(a) or a.numel() * b.shape[-1] > MOST_TRANSPOSED * a.shape[-1]:
-            return matmul(a, b)
-        return matmul(b.mT, a.mT).mT.contiguous()
-
-    return product
-
-
-def _has_many(x: Tensor) -> bool:
-    return x.numel() >= LEAST_TRANSPOSED and x.is_cpu
-
-
-def transposing(stock: Product, few: Product, swapped: bool) -> Product:
-    """Return the stock product with few columns for large operands, and for small ones the product in fewer calls.
-
-    A family has members of both kinds. `swapped` says whether the second operand is the first factor.
-    """
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        many = not torch.compiler.is_compiling() and _has_many(b if swapped else a)
-        return stock(a, b) if many else few(a, b)
-
-    return product
-
-
 def viewing(order: Sequence[int], lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return the function that permutes a tensor and joins dimensions; arguments are the last ones of `stock.viewing`.
 
@@ -229,10 +177,8 @@ class TorchOps:
     def product(self, form: ProductForm, spec: Spec) -> Product:
         # A row times a batch of matrices takes as long as matrices times a column, or down to a thirtieth: 33 us for
         # 1029 with 8 matrices of 1024 x 64 (one core of an AMD EPYC, torch 2.13, 2026-11-27).
-        few = has_few_columns(form, spec)
-        matmul = _transposed(self.matmul) if few else self.matmul
-        product = matmul_product(matmul, multiply, viewing, form, spec, stacks=True, vectors_first=True)
-        direct = None if few else matrix_product(form, spec)
+        product = matmul_product(self.matmul, multiply, viewing, form, spec, stacks=True, vectors_first=True)
+        direct = matrix_product(form, spec)
         if direct is None:
             return product
         return lambda a, b: direct(a, b) if a.dtype != torch.bool else product(a, b)

@@ -31,7 +31,7 @@ from planner.backends.common.stock_rows import (
 )
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls, indexed_rows
-from planner.backends.torch.ops import GUARD, OPS, cast, empty, is_transposed, torch_dtype
+from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -41,9 +41,9 @@ from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
-from planner.program.forms import GroupedForm, PooledForm, pooled_form, product_form
+from planner.program.forms import GroupedForm, PooledForm, pooled_form
 from planner.program.implementations import Implementation, PreparedRun, Run, Table
-from planner.program.ops import Einsum, JointGradient, Op
+from planner.program.ops import JointGradient, Op
 
 __all__ = ["make_table"]
 
@@ -180,25 +180,13 @@ def _grouped_rows() -> list[Implementation]:
     return [*full, *smaller]
 
 
-# The elements of the buffer through which torch copies a transposed matrix.
-_COPY_BUFFER = 60 * 60
-
-
-def _stock_work(op: Op, device: Device) -> list[Work]:
-    """Return what the stock evaluation does, and the memory of a product that is copied after it."""
-    parts, form = flat_stock_work(op, device), product_form(op.spec) if isinstance(op, Einsum) else None
-    if device.kind == "cpu" and form is not None and is_transposed(form, op.spec):
-        parts.append(Work(scratch=op.result_bytes() + _COPY_BUFFER * itemsize(op.dtype)))
-    return parts
-
-
 def make_table() -> Table:
     """Return the table of the torch backend."""
     grouped = _grouped_rows()
     on_card = [*cuda_rows(), *indexed_rows()] if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
-    stock = stock_rows(OPS, cast, GUARD, work=_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
+    stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
     stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
     launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
     return Table([*stock, *product_rows(), *grouped, *on_card], more=launches)
