@@ -117,8 +117,8 @@ def contract(
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
         # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
-        named = sizes is not None and type(sizes) is dict
-        call = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if named else asked), signature
+        named = None if sizes is None or type(sizes) is not dict else tuple(sorted(sizes.items()))
+        call = (asked if named is None else (spec, named, *asked[2:])), signature
         run = _RUNNERS[call]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
