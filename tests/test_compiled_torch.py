@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 
+from planner.backends.torch import index as torch_index  # noqa: E402
 from planner.backends.torch.contexts import traced as torch_operators  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 
@@ -197,6 +198,12 @@ def test_gradients_of_rows_that_a_single_number_chooses_and_of_empty_rows(spec, 
     """What ties the index array to the output gradient has no dimensions of its own."""
     (a,) = small(shape)
     agree(lambda a, q: planner.contract(spec, a, q=q), a, torch.ones(rows, dtype=torch.int64))
+
+
+def test_int32_counts_from_the_end_of_more_rows_than_it_names():
+    """As the compiler records it: such a pool takes gigabytes."""
+    q, rows = torch.tensor([-1, -(2**31), 2**31 - 1], dtype=torch.int32), 2**31 + 8
+    assert torch_index._refused_if_outside(q, "q", "n", rows).tolist() == [rows - 1, 8, 2**31 - 1]
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

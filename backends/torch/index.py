@@ -259,10 +259,11 @@ def _refused_if_outside(raw: Tensor, array: str, axes: str, size: int) -> Tensor
 
     That takes half of the time of looking in Python.
     """
-    outside = ((raw < -size) | (raw >= size)).any()
+    values = raw.long()  # a size need not fit the dtype of the index array
+    outside = ((values < -size) | (values >= size)).any()
     torch.ops.planner.refuse.default(outside, raw, array, axes, size)
     # Nothing is added, but a compiler may not read rows before the look.
-    return torch.where(raw < 0, raw + size, raw).long() + outside
+    return torch.where(values < 0, values + size, values) + outside
 
 
 def _refuse(outside: Tensor, raw: Tensor, array: str, axes: str, size: int) -> None:
