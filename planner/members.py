@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.language.cached import enter
+from planner.language.derive import resize_spec
 from planner.language.options import MODES
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
+from planner.program.forms import first_is_larger, order_depends_on_sizes
 from planner.program.implementations import Backend, RunPlan
+from planner.program.plan import PlanRecord
 from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
 from planner.search.family import wide_axes as axes_of_wide_classes
 
@@ -63,22 +66,34 @@ class _Family:
         sizes: reads the sizes of the members.
         given: the axes and gathers whose sizes the calls give, as the family's plan has them.
         bind: what `Backend.bind_family` made of the family's plan.
+        plan: the family's plan.
     """
 
     def __init__(
-        self, reader: SizeReader, sizes: _Sizes, given: Sequence[Any], bind: Callable[[Member], RunPlan]
+        self,
+        reader: SizeReader,
+        sizes: _Sizes,
+        given: Sequence[Any],
+        bind: Callable[[Member], RunPlan],
+        plan: PlanRecord,
     ) -> None:
         self.reader, self.bind = reader, bind
+        specs = dict.fromkeys(step.op.spec for step in plan.steps)
+        self.ordered = [spec for spec in specs if order_depends_on_sizes(spec)]
         self.numbers = [(entry, sizes.first.index(first)) for entry, (first, *_) in reader.places(given).items()]
 
-    def member(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> RunPlan:
-        """Return the function that runs a member.
+    def member(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> RunPlan | None:
+        """Return the function that runs a member; None for one that sums axes in another order than the family does.
 
         Args:
             sizes: what `_Sizes.read` returned.
             shapes: the shapes of operands and index arrays.
         """
         by_entry = {entry: sizes[number] for entry, number in self.numbers}
+        for spec in self.ordered:
+            known = spec.by_axis.keys() <= by_entry.keys()
+            if not known or first_is_larger(resize_spec(spec, by_entry)) != first_is_larger(spec):
+                return None
         return self.bind(self.reader.member_of(by_entry, shapes))
 
 
@@ -148,7 +163,7 @@ def bind_first_member(
             bind = backend.bind_family(plan)
             if bind is not None:
                 reader = SizeReader(plan.resolved.spec, contraction, names)
-                maker = _Family(reader, sizes, reader.given(given), bind)
+                maker = _Family(reader, sizes, reader.given(given), bind, plan)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
             return maker.member(found, shapes)

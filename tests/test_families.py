@@ -15,6 +15,7 @@ import planner.api
 import planner.run
 from planner import Operand
 from planner.cost import store
+from planner.inspect.memory import torch_memory
 from planner.search.choose import make_plan
 from planner.search.family import FAMILIES, WIDE, Family, family_of
 
@@ -223,6 +224,22 @@ def test_members_run_as_if_they_were_bound_by_themselves(case, seed, transposed,
         assert torch.equal(found[0], expected[0])
         assert found[2:4] == expected[2:4]
         assert [torch.equal(x, y) for x, y in zip(found[4], expected[4], strict=True)] == [True] * len(expected[4])
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "second"), [("mbi, zbm -> zi", "mbi", "zbm"), ("dba, abe -> de", "dba", "abe")]
+)
+def test_members_keep_what_their_own_plans_say(spec, first, second):
+    """The larger operand says in which order axes are summed, and may be another one than the representative's."""
+    forget()
+    for length, other in ((50, 40), (40, 50), (63, 33), (33, 63)):
+        size = {"i": length, "z": other, "m": 36, "b": 37, "d": length, "e": other, "a": 36}
+        operands = [torch.ones([size[axis] for axis in term], requires_grad=True) for term in (first, second)]
+        plan = planner.plan(spec, *operands)
+        planner.contract(spec, *operands)
+        measured = torch_memory(lambda operands=operands: planner.contract(spec, *operands))[1]
+        assert measured.retained_bytes == plan.cost.retained_bytes > 0
+    assert "for the family of" in plan.origin
 
 
 @settings(max_examples=20)

@@ -52,6 +52,21 @@ class ProductForm:
         )
 
 
+def first_is_larger(spec: Spec) -> bool:
+    """Return whether the first operand of a product is the larger one, in whose order axes are summed."""
+    first, second = spec.inputs
+    return math.prod(spec.shape(first)) >= math.prod(spec.shape(second))
+
+
+def order_depends_on_sizes(spec: Spec) -> bool:
+    """Return whether a step is a product whose operands have the summed axes in different orders."""
+    form = product_form(spec)
+    if form is None:
+        return False
+    first, second = ([axis for axis in term if axis in form.contracted] for term in spec.inputs)
+    return first != second
+
+
 @cached_by_step
 def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
@@ -67,7 +82,7 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
-    larger = a if math.prod(spec.shape(a)) >= math.prod(spec.shape(b)) else b
+    larger = a if first_is_larger(spec) else b
     groups = (
         tuple([axis for axis in a if axis in set_b and axis in set_out]),
         tuple([axis for axis in a if axis not in set_b]),
