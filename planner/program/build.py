@@ -347,7 +347,8 @@ def build(
         if backend.compiled_peak is not None:
             back_peak = start + backend.compiled_peak(back, variables, given, results, output_gradient)
         if lower.records:  # autograd multiplies for both gradients of a product by element before it sums for one
-            back_peak += max([step.choice.cost.scratch_bytes - step.choice.cost.copied_bytes for step in back])
+            costs = [step.choice.cost for step in back]
+            back_peak += max([cost.scratch_bytes - cost.copied_bytes for cost in costs], default=0)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(
