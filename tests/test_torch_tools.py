@@ -274,7 +274,7 @@ def test_a_profiler_shows_native_steps():
     call, operands = cold_call("chain")
     plan = planner.plan(*call.args, *operands, **call.keywords)
     found = ranges(gradients, call, operands)
-    products = [outer for name, outer in found if name == "aten::mm"]
+    products = [outer for name, outer in found if name in ("aten::mm", "aten::bmm")]
     forward = [[step, "planner ab, bc, cd, de -> ae"] for step in steps_of(plan.programs.forward)]
     assert products[: len(forward)] == forward
     # Each product has two gradients. Torch runs them in the order of its graph.

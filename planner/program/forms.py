@@ -53,9 +53,12 @@ class ProductForm:
 
 
 def first_is_larger(spec: Spec) -> bool:
-    """Return whether the first operand of a product is the larger one, in whose order axes are summed."""
-    first, second = spec.inputs
-    return math.prod(spec.shape(first)) >= math.prod(spec.shape(second))
+    """Return whether the first operand of a product is the larger one, in whose order axes are summed.
+
+    It counts as the larger one if sizes are symbols, which cannot be compared.
+    """
+    first, second = map(spec.shape, spec.inputs)
+    return not all(isinstance(n, int) for n in (*first, *second)) or math.prod(first) >= math.prod(second)
 
 
 def order_depends_on_sizes(spec: Spec) -> bool:

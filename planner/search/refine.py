@@ -19,6 +19,8 @@ __all__ = ["is_fastest_kept", "keep_inputs", "order_children", "prefer_autograd"
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How much memory a plan may take that autograd runs, if another takes less: the naive one's, or so much.
 _MOST_MEMORY = 2**18
+# The part of the time that such a plan may take if it needs more than that.
+_WORTH_MEMORY = 0.9
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -71,8 +73,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
-    naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree may take what
-    it takes without index arrays, as the framework's own einsum does.
+    naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
+    naive tree may take what the framework's own einsum takes, if that saves a tenth of the time.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
@@ -99,7 +101,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
-        if found.cost.seconds < least and (is_einsum or keeps_within(found.cost, most)) and seconds(found) < least:
+        wanted = least if keeps_within(found.cost, most) else _WORTH_MEMORY * least if is_einsum else 0.0
+        if found.cost.seconds < wanted and seconds(found) < wanted:
             best, least = found, seconds(found)
     return best
 

@@ -12,7 +12,7 @@ from conftest import examples
 from engines import ENGINES
 
 import planner
-from planner.language.parse import parse
+from planner.language.parse import _parsed
 
 ALPHABET = [
     *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",
@@ -51,13 +51,13 @@ def test_random_strings_parse_or_show_the_place():
     for _ in range(examples(100_000, 1_000_000)):
         text = "".join(rng.choices(ALPHABET, k=rng.randrange(24)))
         try:
-            spec = parse.__wrapped__(text)
+            spec = _parsed.__wrapped__(text)
         except planner.SpecError as error:
             assert 0 <= error.position <= len(text)  # noqa: PT017
             assert names_a_culprit(error), text  # noqa: PT017
         else:
             parsed += 1
-            assert parse.__wrapped__(str(spec)) == spec
+            assert _parsed.__wrapped__(str(spec)) == spec
     assert parsed > 1000
 
 
