@@ -144,6 +144,13 @@ def test_the_batch_of_two_operands_has_wide_classes():
     )
 
 
+def test_wide_classes_are_split_where_autograd_runs_the_smallest_members_only():
+    """512 rows take so long that a Function computes their gradients; 32 rows are faster by autograd."""
+    x, w, s = torch.ones(16, 8, requires_grad=True), torch.ones(32, 8, 8, requires_grad=True), torch.arange(32) % 16
+    result = planner.contract("s[e]i, eio -> d[e]o", x, w, s=s, d=s, sizes=(16, 8))
+    assert "Contract" not in result.grad_fn.name()
+
+
 def test_a_batch_that_a_kernel_may_run_has_narrow_classes():
     FAMILIES.clear()
     operands = [Operand((250, 32)), Operand((8, 32, 32))]

@@ -180,14 +180,14 @@ def kept_copies(
     return None if compiled is None or (gathers and sum(kept)) else sum(kept)
 
 
-def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> float:
-    """Return what a Function takes beside the steps of a small plan, 0 if it does not count; see `Backend`."""
+def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> float | None:
+    """Return what a Function takes beside the steps of a plan, 0 for native calls, None for long plans."""
     assert programs.backward is not None
     forward, backward = programs.forward.steps, programs.backward.steps
     seconds, spec = programs.cost.seconds, contraction.resolved.spec
     most = MOST_NATIVE_SECONDS if spec.gathers else MOST_COPYING_SECONDS
     if contraction.device.kind != "cpu" or contraction.mesh is not None or seconds > most:
-        return 0.0
+        return None
     computing = [step.choice.lowering for step in forward if not isinstance(step.op, Guard)]
     if isinstance(tree, Leaf) or all(row in ("view", "broadcast") for row in computing):
         return 0.0

@@ -267,7 +267,7 @@ class Backend(Protocol):
             takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
             programs, and whether the plan's family keeps copies, if known.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
-        call_seconds: returns what a call of a small plan takes beside its steps if autograd does not run these.
+        call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
     """
 
     name: str
@@ -281,7 +281,7 @@ class Backend(Protocol):
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
-    call_seconds: Callable[[Contraction, Tree, Programs], float] | None = None
+    call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -233,7 +233,7 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
     if any(space.requires) or not only_tree:
         smallest = _with_steps(plan, space, sizes, steps)
-        if prefer_autograd(space, smallest) is not smallest:
+        if prefer_autograd(space, smallest) is not smallest or (wide and _loses_autograd(plan, space, smallest)):
             return Family(plan, False)
     if only_tree and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
@@ -249,6 +249,16 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return Family(plan, not space.has_quicker(wanted, AUTO))
     except SearchLimitError:
         return Family(plan, not wide)
+
+
+def _loses_autograd(plan: PlanRecord, space: SearchSpace, smallest: Candidate) -> bool:
+    """Whether the framework's own autograd would run the smallest member, but not the representative, as all run."""
+    call_seconds = load_backend(plan.backend).call_seconds
+    if call_seconds is None or plan.programs.backward is None or not plan.resolved.spec.gathers:
+        return False
+    if call_seconds(plan.contraction, plan.tree, plan.programs) == 0.0:
+        return False
+    return call_seconds(space.contraction, smallest.tree, smallest.programs) == 0.0
 
 
 def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:

@@ -83,7 +83,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
 
     def seconds(candidate: Candidate) -> float:
         assert backend.call_seconds is not None
-        return candidate.cost.seconds + backend.call_seconds(space.contraction, candidate.tree, candidate.programs)
+        beside = backend.call_seconds(space.contraction, candidate.tree, candidate.programs)
+        return candidate.cost.seconds + (beside or 0.0)
 
     least = seconds(best)
     if least == best.cost.seconds:
