@@ -166,7 +166,9 @@ def test_stand_ins_have_the_shapes_and_strides_of_tensors(torch):
         result = evaluation(OPS, spec)(views, index, False)
         shadow = {gather: standin(q) for gather, q in index.items()}
         found = evaluation(STRIDE_OPS, spec)([standin(x) for x in views], shadow, False)
-        assert (found.shape, found.strides) == (tuple(result.shape), result.stride()), str(spec)
+        assert found.shape == tuple(result.shape), str(spec)
+        # Arrays without elements have strides that nothing reads.
+        assert 0 in found.shape or found.strides == result.stride(), str(spec)
         assert found.requires_grad == result.requires_grad
         floors.note(pairs=len(operands) == 2, strided=not result.is_contiguous(), gathers=bool(index))
 
