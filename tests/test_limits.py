@@ -171,6 +171,12 @@ def test_limits_hold_for_all_values_and_index_arrays(torch):
         "raise",
         False,
     )
+    # What counts the rows that are read has no derivative.
+    @example(
+        Problem("q[a] aa, a, q[a] a, a -> q[a] a", ((2, 2, 2), (2,), (2, 2), (2,)), None, {"q": np.zeros(2, "uint8")}),
+        "nan",
+        False,
+    )
     # The gradient of a slice is a view of the whole gradient, which a take copies.
     @example(
         Problem("abc, a, abc -> acb q[ac]", ((2, 2, 1), (2,), (2, 2, 1)), {"q": 2}, {"q": np.zeros((2, 1), int)}),

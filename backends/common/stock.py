@@ -69,6 +69,9 @@ class ArrayOps(Hashable, Protocol):
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         """Return zeros of the dtype and device of `like`."""
 
+    def empty_sum(self, shape: Sequence[int], of: Any) -> Any:
+        """Return zeros that are sums of no elements of an array, with the derivatives of such sums."""
+
 
 @cached_by_step
 def evaluation(ops: ArrayOps, spec: Spec) -> Evaluation:
@@ -166,7 +169,7 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     axes = (*in_brackets, *(str(entries[d]) for d in other_dims))
     shape, before, order = spec.shape(axes), spec.shape(entries), [*indexed, *other_dims]
     if 0 in (*shape, *before):
-        return lambda x, index, may_drop: ops.zeros(shape_in(index, spec, axes), x), axes
+        return lambda x, index, may_drop: ops.empty_sum(shape_in(index, spec, axes), x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
     arrange = _permuting(ops, order)
 
@@ -264,7 +267,7 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
     back = _permuting(ops, [written_dims.index(d) for d in range(len(term))])
     written = tuple(term[d] for d in written_dims)
     if 0 in (*spec.shape(written), *(sizes[axis] for axis in axes)):
-        return lambda x, index, may_drop: back(ops.zeros(shape_in(index, spec, written), x))
+        return lambda x, index, may_drop: back(ops.empty_sum(shape_in(index, spec, written), x))
     read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec, ops.skips)
 
     arrange = _permuting(ops, order)

@@ -78,6 +78,8 @@ class JaxOps:
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         return jnp.zeros_like(like, shape=tuple(shape))  # weakly typed if that is
 
+    empty_sum = zeros
+
 
 class _TakingOps(JaxOps):
     """The same, but a row at an index out of range is NaN. XLA writes it in the loop that takes rows."""

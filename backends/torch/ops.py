@@ -132,11 +132,9 @@ def viewing(order: Sequence[int], lengths: Sequence[int]) -> Callable[[Tensor], 
         return stock.viewing(OPS.permute, order, lengths)
     shape: Callable[[Tensor], Tensor] | None = None
     if joined:
-        start, stop = joined[0], joined[0] + lengths[joined[0]] - 1
-        shape = lambda x: x.flatten(start, stop)  # noqa: E731
+        shape = _flattening(joined[0], joined[0] + lengths[joined[0]] - 1)
     elif new:
-        place = new[0]
-        shape = lambda x: x.unsqueeze(place)  # noqa: E731
+        shape = _unsqueezing(new[0])
     if len(moved) != 2:
         arrange = stock.viewing(OPS.permute, order, (1,) * len(order))
         if shape is None or not moved:
@@ -146,6 +144,14 @@ def viewing(order: Sequence[int], lengths: Sequence[int]) -> Callable[[Tensor], 
     if shape is None:
         return lambda x: x.transpose(i, j)
     return lambda x: shape(x.transpose(i, j))
+
+
+def _flattening(start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.flatten(start, stop)
+
+
+def _unsqueezing(place: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.unsqueeze(place)
 
 
 class TorchOps:
@@ -231,11 +237,13 @@ class TorchOps:
         return torch.where(mask, x, torch.full((), otherwise, dtype=x.dtype, device=x.device))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        zeros = like.new_zeros(tuple(shape))
-        if not ((torch.is_grad_enabled() and like.requires_grad) or carries_tangents(like)):
+        return like.new_zeros(tuple(shape))
+
+    def empty_sum(self, shape: Sequence[int], of: Tensor) -> Tensor:
+        zeros = self.zeros(shape, of)
+        if not ((torch.is_grad_enabled() and of.requires_grad) or carries_tangents(of)):
             return zeros
-        # The sum of no elements gives them a derivative: that they are zeros follows from `like`.
-        return zeros + (like if like.dim() else like.reshape(1))[:0].sum()
+        return zeros + (of if of.dim() else of.reshape(1))[:0].sum()
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

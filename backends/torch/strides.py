@@ -139,7 +139,10 @@ class StrideOps:
         return _pointwise(mask, x, Strided((), ()))
 
     def zeros(self, shape: Sequence[int], like: Strided) -> Strided:
-        return Strided(tuple(shape), row_major(shape), like.requires_grad)
+        return Strided(tuple(shape), row_major(shape))
+
+    def empty_sum(self, shape: Sequence[int], of: Strided) -> Strided:
+        return Strided(tuple(shape), row_major(shape), of.requires_grad)
 
 
 # Two instances for all calls, so that the cache of compiled specs finds them again.
