@@ -102,8 +102,9 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
-        wanted = least if keeps_within(found.cost, most) else _WORTH_MEMORY * least if is_einsum else 0.0
-        if found.cost.seconds < wanted and seconds(found) < wanted:
+        lean = keeps_within(found.cost, most)
+        wanted = least if lean else _WORTH_MEMORY * least
+        if (lean or is_einsum) and found.cost.seconds < wanted and seconds(found) < wanted:
             best, least = found, seconds(found)
     return best
 
