@@ -28,6 +28,7 @@ from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
 from planner.kernels.grouped_matmul import jax_grouped
+from planner.language.derive import swap_with_output
 from planner.language.dtypes import is_inexact
 from planner.language.spec import Gather, term_gathers
 from planner.program.build import Lowerer
@@ -143,11 +144,13 @@ class _Lowerer(Lowerer):
 def is_plain(op: Op, lower: Lowerer) -> bool:
     """Return whether a step runs as JAX's own operations, with its gradients by JAX's own rules.
 
-    Its gradients must be such operations too: that of a diagonal, for example, is none.
+    Its gradients must be such operations too: that of a diagonal, for example, is none. Where a step is one, its
+    gradients run as the stock rows of their kinds, see `Lowerer.plain`. So they need no prices.
     """
     if not isinstance(op, Einsum) or not _xla_splits(op, lower(op).lowering):
         return False
-    return all(step.choice.lowering in PLAIN for step in lower.gradients(op, (True,) * len(op.spec.inputs)))
+    gradients = (Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs)))
+    return all(stock_kind(gradient) in PLAIN for gradient in gradients)
 
 
 def _xla_splits(op: Op, lowering: str) -> bool:
