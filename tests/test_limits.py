@@ -183,6 +183,18 @@ def test_limits_hold_for_all_values_and_index_arrays(torch):
         "drop",
         True,
     )
+    # The search within the limit that a refusal named found other loops than the search that was refused.
+    @example(
+        Problem(
+            "da, a q[a]  q[a] d, a, bac -> q[a] ba",
+            ((2, 1), (1, 3, 2, 2), (1,), (2, 1, 2)),
+            {"q": 2},
+            {"q": np.array([1])},
+            seed=1,
+        ),
+        "nan",
+        False,
+    )
     @given(exact_problems(**_SCALED, gathers=True), st.sampled_from(["raise", "drop", "nan"]), st.booleans())
     def law(problem, mode, is_complex):
         random = Random(problem.seed)

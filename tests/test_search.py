@@ -531,13 +531,17 @@ def test_splits_of_a_path_have_the_lowest_operand_first(step):
 
 
 @settings(max_examples=examples(100, 500))
+# The search ends near the best possible; the best tree of its path is 0.1% faster.
+@example(Problem("q[a] a, a -> ", ((2, 1), (1,)), indices={"q": np.array([0])}), "time")
 @given(networks(), st.sampled_from(OBJECTIVES))
 def test_a_path_fed_back_gives_the_same_tree(case, objective):
     plan = plan_of(case, minimize=objective)
     again = plan_of(case, minimize=objective, optimize=plan.path)
-    assert figure(again.cost, objective) == figure(plan.cost, objective)
     assert again.path == plan.path
-    if not any(case.requires_grad):
+    assert figure(again.cost, objective) <= figure(plan.cost, objective)
+    if plan.gap == 0:
+        assert figure(again.cost, objective) == figure(plan.cost, objective)
+    if plan.gap == 0 and not any(case.requires_grad):
         assert again.tree == plan.tree
 
 

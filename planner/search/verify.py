@@ -44,7 +44,12 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
         return make_family_plan(dataclasses.replace(contraction, options=options))
 
     if limit is None or not load_backend(contraction.backend).compiles or contraction.mesh is not None:
-        return make(options)
+        try:
+            return make(options)
+        except PlannerLimitError as refusal:
+            enough = _least(make, options, refusal).options
+        named = ((each.memory_limit, each.retain_limit) for each in (options, enough))
+        raise PlannerLimitError.naming("no plan was found", *named)
     tightened = limit
     for number in range(MOST_SEARCHED):
         try:
@@ -56,7 +61,11 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
         if plan.origin.startswith("interrupted"):
             raise KeyboardInterrupt
         tightened = plan.cost.peak_bytes * limit // _need(plan)
-    least = _verify(_least(make, options))
+    try:
+        least = make(dataclasses.replace(options, memory_limit=0))
+    except PlannerLimitError as refusal:
+        least = _least(make, options, refusal)
+    least = _verify(least)
     if _need(least) <= limit and least.options.retain_limit == options.retain_limit:
         return dataclasses.replace(least, options=options, proven=False)
     enough = (_need(least), least.options.retain_limit)
@@ -101,10 +110,15 @@ def _need(plan: PlanRecord) -> int:
     return max(plan.cost.peak_bytes, plan.compiled_bytes or 0)
 
 
-def _least(make: Callable[[Options], PlanRecord], options: Options) -> PlanRecord:
-    """Return the plan with the least predicted peak, within the retain limit if there is one."""
-    try:
-        return make(dataclasses.replace(options, memory_limit=0))
-    except PlannerLimitError as error:
-        enough = dataclasses.replace(options, memory_limit=error.memory_limit, retain_limit=error.retain_limit)
-        return make(enough)
+def _least(make: Callable[[Options], PlanRecord], options: Options, refusal: PlannerLimitError) -> PlanRecord:
+    """Return the plan for the limits that a refusal names, or for the least ones above them that a search is within.
+
+    A search under other limits looks at other trees and loops. So the plan that a refusal had in mind may not be found
+    again; then this search names limits that are not as tight.
+    """
+    while True:
+        try:
+            limits = {"memory_limit": refusal.memory_limit, "retain_limit": refusal.retain_limit}
+            return make(dataclasses.replace(options, **limits))
+        except PlannerLimitError as another:
+            refusal = another
