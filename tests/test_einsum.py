@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import warnings
@@ -58,6 +59,24 @@ def test_torch(torch, dtype):
         assert torch.equal(got, expected), spec
         assert got.is_contiguous() or not expected.is_contiguous(), spec
     assert refused < len(SPECS) / 2
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_torch_repeats_calls_alike(torch, profiled):
+    """The first call plans, later ones run what it found: of operands in any order, with axes of size 1, bit by bit."""
+    for spec, shapes in random_specs(150, 2, (1, 2, 3, 5)):
+        if len(shapes) < 2:
+            continue
+        operands = [strided(torch, shape, RNG.choice(("row-major", "permuted"))).detach() for shape in shapes]
+        expected = torch.einsum(spec, *operands)
+        first, again = (planner.einsum(spec, *operands) for _ in range(2))
+        with torch.autograd.profiler.profile() if profiled else contextlib.nullcontext():
+            last = planner.einsum(spec, *operands)
+        torch.testing.assert_close(first, expected)
+        assert first.is_contiguous() or not expected.is_contiguous(), spec
+        assert last.is_contiguous() or not first.is_contiguous(), spec
+        assert again.stride() == first.stride(), spec
+        assert torch.equal(again, first), spec
 
 
 def test_torch_call_forms(torch):

@@ -29,6 +29,7 @@ __all__ = [
     "VIEW_LAUNCHES",
     "flat_stock_work",
     "runs_of",
+    "small_matrix_seconds",
     "short_run_seconds",
     "stock_kind",
     "stock_rows",
@@ -45,7 +46,8 @@ _SHORT_RUN = 8
 # vectors.
 _SCATTERED_SECONDS = 20e-9
 # Torch multiplies the elements of small matrices of a batch in a loop of its own, without a call for each matrix:
-# 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384 (AMD EPYC, torch 2.13, 2026-11-27).
+# 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
+# smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
@@ -170,6 +172,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
             parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
+        elif kind == "matmul":
+            parts.append(Work(seconds=small_matrix_seconds(form, device)))
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
         if kind == "matmul" and (elements := scattered_vectors(form, spec, layouts)):
@@ -191,6 +195,14 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
+
+
+def small_matrix_seconds(form: ProductForm, device: Device) -> float:
+    """Return what torch's loop over the elements of small matrices takes beyond `matrix_seconds` for each matrix."""
+    batch, m, n, k = form.sizes
+    if batch == 1 or m * n * k >= SMALL_MATRIX or device.products:
+        return 0.0
+    return batch * max(0.0, m * n * k * _SMALL_SECONDS - device.matrix_seconds)
 
 
 def _row_launches(spec: Spec) -> float:

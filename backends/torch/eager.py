@@ -345,11 +345,14 @@ class _Compiler:
         if kind == "multiply":
             assert form is not None
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
-            # Axes of size 1 would lie otherwise than in what torch's einsum returns.
-            if 1 not in spec.by_axis.values() and (root or follows.strides == result.strides):
-                if count_views(form, spec, stacks=True) < 4 or recorded or len(spec.axes) > MOST_LETTERS:
-                    return broadcast_product(spec), follows
-                return einsum_call(form, spec, spec.output, False), follows
+            by_einsum = not recorded and len(spec.axes) <= MOST_LETTERS
+            if 1 in spec.by_axis.values():  # an axis of size 1 may lie otherwise than in what `torch.einsum` returns
+                if root and by_einsum:
+                    return einsum_call(form, spec, spec.output, False), follows
+            elif root or follows.strides == result.strides:
+                if by_einsum and count_views(form, spec, stacks=True) >= 4:
+                    return einsum_call(form, spec, spec.output, False), follows
+                return broadcast_product(spec), follows
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, count_views
 from planner.backends.common.stock_layout import matrix_copies, product_copies
-from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES, short_run_seconds
+from planner.backends.common.stock_rows import (
+    SCATTERED_LAUNCHES,
+    VIEW_LAUNCHES,
+    short_run_seconds,
+    small_matrix_seconds,
+)
 from planner.backends.torch.ops import OPS, viewing
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -249,7 +254,8 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
     views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
-                   matrices=device.matrices(batch))  # fmt: skip
+                   matrices=device.matrices(batch),
+                   seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)  # fmt: skip
     return [product, Work(moved=wide + result, fresh=(result,), launches=2)]
 
 

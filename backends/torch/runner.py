@@ -177,14 +177,25 @@ class _Indexed:
             first runs as usual.
     """
 
-    __slots__ = ("executable", "member", "most", "native", "records", "trusts")
+    __slots__ = ("executable", "given", "member", "most", "native", "records", "sizes", "trusts")
 
     def __init__(self, native: _Native, executable: Executable, member: Member | None = None) -> None:
         self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
         self.executable, self.member = executable, member
         self.records = executable.programs.backward is not None
+        owner = executable if member is None else member
+        self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
+        # The index arrays and their shapes, if calls without gradients only look at how these arrays lie; else None.
+        self.given: list[tuple[str, Gather, tuple[int, ...]]] | None = None
+        if self.trusts and not (self.records or executable.reads_unread) and all(shape is None for shape in shapes):
+            self.given = [(gather.array, gather, owner.index_shapes[gather.array]) for gather in executable.gathers]
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        if self.given is not None and usual(*operands) and (found := self._found(self.given, indices)) is not None:
+            try:
+                return self.native([*operands, found])
+            except (IndexError, RuntimeError):
+                return _run(self._own(), operands, indices)
         executable, member = self.executable, self.member
         index: _Index | RangedIndices | None = None
         if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
@@ -207,6 +218,20 @@ class _Indexed:
         if index is None:
             return _run(self._own(), operands, indices)
         return self.native([*executable.views(operands, member), index])
+
+    def _found(self, given: Sequence[tuple[str, Gather, tuple[int, ...]]], indices: Mapping[str, Any]) -> _Index | None:
+        """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
+
+        It takes a third of the time.
+        """
+        index = _Index()
+        index.sizes = self.sizes
+        for name, gather, shape in given:
+            q = indices[name]
+            if not (type(q) is Tensor and q.dtype is torch.int64 and q.is_cpu and q.is_contiguous() and q.numel()):
+                return None
+            index[gather] = q if q.shape == shape else q.reshape(shape)
+        return index
 
     def _own(self) -> Executable:
         """Return the executable for the sizes of the calls."""

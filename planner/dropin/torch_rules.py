@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import string
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -55,6 +56,10 @@ def search_of(optimize: Any) -> Any:
 # operands are parts of larger arrays.
 _ALIKE: dict[Any, RunPlan] = {}
 _MOST_ALIKE = 1024
+# Of so many elements an operand may be copied for a result in order, which takes less time than to give a result its
+# order; and what may stand in a spec of `torch.einsum`.
+_MOST_COPIED = 2**15
+_EINSUM_TEXT = frozenset(string.ascii_letters + "->,. ")
 BACKEND_CACHES.append(_ALIKE)
 
 
@@ -69,14 +74,40 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
                 run = _ALIKE.get(key)
     if run is not None:
         return run(operands, {})
-    result, unchanged = _planned(spec, operands, options)
-    if unchanged and key is not None and (run := run_met(*key[:2])) is not None:
-        enter(_ALIKE, key, run, _MOST_ALIKE)
+    result, finish = _planned(spec, operands, options)
+    if finish is not None and key is not None and (run := run_met(*key[:2])) is not None:
+        enter(_ALIKE, key, finish(run), _MOST_ALIKE)
     return result
 
 
-def _planned(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return the result of a call, and whether `contract` made it from the call as it is."""
+def _as_planned(run: RunPlan) -> RunPlan:
+    return run
+
+
+def _in_row_major(run: RunPlan) -> RunPlan:
+    return lambda operands, indices: run(operands, indices).contiguous()
+
+
+def _by_einsum(spec: str) -> Callable[[RunPlan], RunPlan]:
+    """Return what makes a function that calls `torch.einsum`, but for a profiler, which shows the plan's steps."""
+    torch = sys.modules["torch"]
+    einsum, profiler = torch._C._VariableFunctions.einsum, torch.autograd.profiler
+
+    def finish(run: RunPlan) -> RunPlan:
+        return lambda operands, indices: (
+            run(operands, indices).contiguous() if profiler._is_profiler_enabled else einsum(spec, operands)
+        )
+
+    return finish
+
+
+def _planned(
+    spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]
+) -> tuple[Any, Callable[[RunPlan], RunPlan] | None]:
+    """Return the result of a call, and what makes the function for such calls of the one that runs their plan.
+
+    The latter is None if `contract` was not given the call as it is.
+    """
     asked, given = spec, operands
     if "optimize" in options:
         options = {**options, "optimize": search_of(options["optimize"])}
@@ -86,24 +117,34 @@ def _planned(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any])
             values = list(operands)
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
-            return values[0], False
+            return values[0], None
         if has_private_sum(spec):
             spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
             operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
         if len(operands) == 2:
             if operands[0].dtype != operands[1].dtype and not _is_summed(spec, *(tuple(x.shape) for x in operands)):
                 # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
-                return sys.modules["torch"].einsum(spec, *operands), False
+                return sys.modules["torch"].einsum(spec, *operands), None
             operands = [_freed(spec, operands, n) for n in range(2)]
     elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
         options = {**options, "dtype": "int64"}
     result = contract(spec, *operands, **options)
     if framework_of(result) != "torch":  # fx records the call
-        return result, False
-    if len(operands) > 1 and not result.is_contiguous() and _is_row_major(spec):
-        return result.contiguous(), False
+        return result, None
     unchanged = spec is asked and not options and all(x is y for x, y in zip(operands, given, strict=True))
-    return result, unchanged
+    finish: Callable[[RunPlan], RunPlan] | None = _as_planned if unchanged else None
+    if len(operands) == 1 or result.is_contiguous():
+        return result, finish
+    if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
+        few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
+        if unchanged and few and set(spec) <= _EINSUM_TEXT:
+            finish = _by_einsum(spec)
+            return sys.modules["torch"]._C._VariableFunctions.einsum(spec, operands), finish
+        if not _is_summed(spec, *(tuple(x.shape) for x in operands)):
+            return result, finish
+    if not _is_row_major(spec):
+        return result, finish
+    return result.contiguous(), finish and _in_row_major
 
 
 def _is_whole(x: Any) -> bool:
@@ -192,7 +233,7 @@ def _step_dtypes(
 
 @lru_cache(maxsize=1024)
 def _is_summed(spec: str, *shapes: tuple[int, ...]) -> bool:
-    """Whether two operands have an axis that is summed. To torch an axis of size 1 is none."""
+    """Whether two operands share an axis that is summed. To torch an axis of size 1 is none."""
     parsed = expand_ellipses(parse(spec), shapes, {})
     large = [
         {e for e, n in zip(term, shape, strict=True) if n != 1}

@@ -47,9 +47,9 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
         try:
             return make(options)
         except PlannerLimitError as refusal:
-            enough = _least(make, options, refusal).options
-        named = ((each.memory_limit, each.retain_limit) for each in (options, enough))
-        raise PlannerLimitError.naming("no plan was found", *named)
+            least = _least(make, options, refusal)
+        named = (least.options.memory_limit, least.options.retain_limit)
+        raise PlannerLimitError.naming("no plan was found", (limit, options.retain_limit), named)
     tightened = limit
     for number in range(MOST_SEARCHED):
         try:
@@ -117,8 +117,8 @@ def _least(make: Callable[[Options], PlanRecord], options: Options, refusal: Pla
     again; then this search names limits that are not as tight.
     """
     while True:
+        memory, retain = refusal.memory_limit, refusal.retain_limit
         try:
-            limits = {"memory_limit": refusal.memory_limit, "retain_limit": refusal.retain_limit}
-            return make(dataclasses.replace(options, **limits))
+            return make(dataclasses.replace(options, memory_limit=memory, retain_limit=retain))
         except PlannerLimitError as another:
             refusal = another
