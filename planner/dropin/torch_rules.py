@@ -67,11 +67,13 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
     """Contract as `torch.einsum` does; in a traced function, and with options of `contract`, a plan alone decides."""
     key = run = None
     if not (options or torch_compiles()):
-        with contextlib.suppress(AttributeError, TypeError):  # something is no tensor, or sizes are symbols
+        try:
             signature = load_backend("torch").signature(operands, {})
             if signature is not None:  # nothing overrides the call
                 key = spec, signature, tuple([x._base is not None and _is_part(x) for x in operands])
                 run = _ALIKE.get(key)
+        except (AttributeError, TypeError):  # something is no tensor, or sizes are symbols
+            key = None
     if run is not None:
         return run(operands, {})
     result, finish = _planned(spec, operands, options)
