@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner.bench import corpus as bench
-from planner.bench.corpus import corpus, gather_then_einsum
+from planner.bench.corpus import corpus, gather_then_einsum, random_rows
 from planner.bench.timing import SCALES, Settings
 
 ROWS = corpus("overhead")
@@ -89,6 +89,25 @@ def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(m
     text = capsys.readouterr().out
     assert "einsum again by einsum: median" in text
     assert all(text.count(row.spec) == 2 for row in kept), "forward, and with gradients"
+
+
+@pytest.mark.parametrize("scale", ["overhead", "cache", "memory"])
+def test_random_strings_are_distinct_and_the_same_for_a_seed(scale):
+    rows = random_rows(scale, 40, seed=3)
+    assert rows == random_rows(scale, 40, seed=3) != random_rows(scale, 40, seed=4)
+    assert len({row.spec for row in rows}) == 40
+    assert 3 < sum(bool(row.parsed.gathers) for row in rows) < 25
+    for row in map(small, rows):
+        arrays = {gather.array: np.zeros(row.sizes[gather.axes[0]], int) for gather in row.parsed.gathers}
+        assert gather_then_einsum(row)(np, *map(np.ones, row.shapes), **arrays).shape == row.output_shape
+
+
+def test_random_strings_take_the_place_of_the_corpus(capsys):
+    pytest.importorskip("torch", reason="torch is not installed")
+    settings = Settings(scales=("overhead",), row_seconds=0.0, strings=3, sample=2)
+    assert len(list(bench.compare_corpus("torch", settings))) == 6
+    text = capsys.readouterr().out
+    assert all(text.count(row.spec) == 2 for row in random_rows("overhead", 2, seed=3))
 
 
 def test_rows_that_need_more_memory_than_einsum_are_printed_and_counted(monkeypatch, capsys):

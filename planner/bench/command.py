@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sample", type=int, default=0, metavar="N", help="about N rows of the corpus; all if left out"
     )
+    parser.add_argument(
+        "--strings", type=int, metavar="SEED", help="random strings in place of the corpus, as many as --sample says"
+    )
     parser.add_argument("--compile", action="store_true", help="the corpus: torch.compile and products by hand, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
@@ -85,7 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(refusal, file=sys.stderr)
         return 2
     scales = (options.scale,) if options.scale else SCALES
-    settings = Settings(rounds=options.rounds, scales=scales, sample=options.sample, compiled=options.compile)
+    settings = Settings(
+        rounds=options.rounds,
+        scales=scales,
+        sample=options.sample,
+        strings=options.strings,
+        compiled=options.compile,
+    )
     results: list[Result] = []
     for name, part in PARTS.items():
         if options.only not in (None, name):

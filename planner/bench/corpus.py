@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,16 @@ from planner.language.parse import parse
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.workloads import View, Workload
 
-__all__ = ["Row", "by_hand", "compare_corpus", "corpus", "corpus_bytes", "gather_then_einsum", "time_row"]
+__all__ = [
+    "Row",
+    "by_hand",
+    "compare_corpus",
+    "corpus",
+    "corpus_bytes",
+    "gather_then_einsum",
+    "random_rows",
+    "time_row",
+]
 
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
 _BYTES = {"cache": 2**20, "memory": 2**25}
@@ -110,6 +120,31 @@ def _grown(row: Row, scale: Scale) -> Row:
             row = doubled
             letters.append(letter)
     return row
+
+
+def random_rows(scale: Scale, count: int, seed: int) -> tuple[Row, ...]:
+    """Return random products of two operands: up to two axes of each kind, and terms in any order.
+
+    Three in ten read their second operand through an index array. At "overhead" axes may have size 1.
+    """
+    draw, rows = Random(seed), dict[str, Row]()
+    small = scale == "overhead"
+    lengths = (1, 2, 3, 4, 8, 8, 16, 16, 32) if small else (2, 4, 8, 16, 16, 32, 32, 64, 64, 128)
+    flops, elements = (2**16, range(2**12 + 1)) if small else (_FLOPS[scale], range(2**13, _BYTES[scale] // 8 + 1))
+    while len(rows) < count:
+        counts = [draw.choice(numbers) for numbers in ((0, 0, 1, 1, 2), *[(0, 1, 1, 1, 2)] * 3)]
+        axes = draw.sample("bhnmkdij", sum(counts))
+        batch, left, right, summed = (axes[sum(counts[:n]) : sum(counts[: n + 1])] for n in range(4))
+        sizes = {axis: draw.choice(lengths) for axis in axes}
+        terms = [[*batch, *left, *summed], [*batch, *right, *summed], [*batch, *left, *right]]
+        largest = max(math.prod(sizes[axis] for axis in term) for term in terms)
+        if not (terms[0] and terms[1] and largest in elements and 2 * math.prod(sizes.values()) <= flops):
+            continue
+        first, second, out = ("".join(draw.sample(term, len(term)) if draw.random() < 0.5 else term) for term in terms)
+        gathers = draw.random() < 0.3
+        spec = f"{first},{f'q[{second[0]}]' if gathers else second[0]}{second[1:]}->{out}"
+        rows[spec] = Row(spec, spec, "drawn at random", sizes, {"q": draw.choice((2, 4, 8))} if gathers else {})
+    return tuple(rows.values())
 
 
 def _expanded(term: Term) -> tuple[str, ...]:
@@ -255,6 +290,8 @@ def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]
 
 
 def _sampled(scale: Scale, settings: Settings) -> tuple[Row, ...]:
+    if settings.strings is not None:
+        return random_rows(scale, settings.sample or 150, settings.strings)
     rows = corpus(scale)
     return rows[:: max(1, len(rows) // settings.sample)] if settings.sample else rows
 

@@ -61,6 +61,7 @@ class Settings:
         calls: calls in a block when a single call's overhead is measured.
         scales: the scales of the corpus.
         sample: how many rows of the corpus, at least; 0 for all.
+        strings: the seed of random strings that take the place of the corpus; None for its rows.
         compiled: whether `torch.compile` and products by hand are timed on the corpus too.
         row_seconds: time for one comparison of the corpus, after which no further round begins.
         runs: number of runs that were timed; of those repeated because the hypervisor took a core away; and of those
@@ -73,6 +74,7 @@ class Settings:
     calls: int = 2000
     scales: tuple[Scale, ...] = SCALES
     sample: int = 0
+    strings: int | None = None
     compiled: bool = False
     row_seconds: float = 0.3
     runs: Counter[str] = dataclasses.field(default_factory=Counter)
