@@ -236,7 +236,7 @@ def pairs(draw, framework):
     return problem, first, second
 
 
-@pytest.mark.parametrize(("framework", "ci", "nightly"), [("numpy", 40, 1_000), ("torch", 70, 2_000), ("jax", 5, 100)])
+@pytest.mark.parametrize(("framework", "ci", "nightly"), [("numpy", 40, 1_000), ("torch", 50, 2_000), ("jax", 5, 100)])
 def test_calls_never_share_a_wrong_plan(framework, ci, nightly, jax_in_a_hurry, plans):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     floors = Floors()
