@@ -254,9 +254,9 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
     views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
-                   matrices=device.matrices(batch),
-                   seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)  # fmt: skip
-    return [product, Work(moved=wide + result, fresh=(result,), launches=2)]
+                   matrices=device.matrices(batch))  # fmt: skip
+    small = Work(seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)
+    return [product, small, Work(moved=wide + result, fresh=(result,), launches=2)]
 
 
 def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
