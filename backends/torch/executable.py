@@ -96,10 +96,10 @@ class Executable:
     @cached_property
     def _shared(self) -> dict[str, Any]:
         """The attributes that it shares with executables of other sizes. What is made of the plan is made once."""
-        backward = ["run_backward"] if self.programs.backward else []
-        for name in ("run_forward", *backward, "only_stock", "reads_unread"):
+        for name in ("run_forward", *["run_backward"] * bool(self.programs.backward), "only_stock", "reads_unread"):
             getattr(self, name)
-        return {name: value for name, value in self.__dict__.items() if name not in ("spec", "_no_indices")}
+        # Of a copy, since another thread may enter an attribute meanwhile.
+        return {n: value for n, value in self.__dict__.copy().items() if n not in ("spec", "_no_indices")}
 
     def resized(self, member: Member) -> Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""

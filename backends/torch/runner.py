@@ -177,11 +177,11 @@ class _Indexed:
             first runs as usual.
     """
 
-    __slots__ = ("executable", "given", "member", "most", "native", "records", "sizes", "trusts")
+    __slots__ = ("given", "made_for", "most", "native", "records", "sizes", "trusts")
 
     def __init__(self, native: _Native, executable: Executable, member: Member | None = None) -> None:
         self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
-        self.executable, self.member = executable, member
+        self.made_for = executable, member  # replaced at once: another thread may read it meanwhile
         self.records = executable.programs.backward is not None
         owner = executable if member is None else member
         self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
@@ -196,7 +196,7 @@ class _Indexed:
                 return self.native([*operands, found])
             except (IndexError, RuntimeError):
                 return _run(self._own(), operands, indices)
-        executable, member = self.executable, self.member
+        executable, member = self.made_for
         index: _Index | RangedIndices | None = None
         if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
             return _run(self._own(), operands, indices)
@@ -235,9 +235,11 @@ class _Indexed:
 
     def _own(self) -> Executable:
         """Return the executable for the sizes of the calls."""
-        if self.member is not None:
-            self.executable, self.member = self.executable.resized(self.member), None
-        return self.executable
+        executable, member = self.made_for
+        if member is not None:
+            executable = executable.resized(member)
+            self.made_for = executable, None
+        return executable
 
 
 def _as_read(

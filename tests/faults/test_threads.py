@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
+import itertools
 import random
 import sys
 import threading
@@ -15,6 +17,8 @@ from laws import compare, values_and_gradients
 
 import planner
 from planner import api
+from planner.program.calls import Member
+from planner.program.frameworks import load_backend
 from planner.testing import Problem
 
 THREADS = 32
@@ -114,3 +118,70 @@ def test_threads_share_a_plan_and_a_prepared_index(impatient, torch):
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(work, range(THREADS)))
+
+
+def run_at_each_instruction(function, prepare, call, meanwhile):
+    """For each instruction of a function prepare and call, and run `meanwhile` before it, as another thread would."""
+
+    codes = [function.__code__, *filter(inspect.iscode, function.__code__.co_consts)]
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                meanwhile(prepared)
+        return trace
+
+    before, left, prepared = sys.gettrace(), 0, None
+    for count in itertools.count(1):
+        prepared, left = prepare(), count
+        sys.settrace(trace)
+        try:
+            call(prepared)
+        finally:
+            sys.settrace(before)
+        if left > 0:  # the function has no instruction of this number
+            return count - 1
+    return None
+
+
+@pytest.mark.parametrize("function", ["__call__", "_own"])
+def test_another_thread_runs_the_same_member_of_a_family(function, torch):
+    """The first call of a member whose indices count from the end changes what runs the member."""
+    from planner.backends.torch.runner import _Indexed
+
+    x, w, q = torch.arange(40.0)[:, None], torch.ones(50, 1), torch.arange(50) - 20
+
+    def prepare():
+        planner.caches().clear()
+        planner.contract("q[n]d, nd -> n", x, w, q=q % 20)
+        (run,) = api._RUNNERS.values()
+        assert isinstance(run, _Indexed)
+        return run
+
+    def call(run):
+        assert torch.equal(run((x, w), {"q": q}), x[q, 0])
+
+    assert run_at_each_instruction(getattr(_Indexed, function), prepare, call, call) > 10
+
+
+def test_executables_of_members_are_made_while_another_thread_uses_the_representative(torch):
+    from planner.backends.torch.executable import Executable
+
+    plan = planner.plan("ij, jk -> ik", (20, 30), (30, 40), backend="torch")
+    member, table = ({"i": 21, "j": 31, "k": 41}, (None, None), {}), load_backend("torch").table
+
+    def make_member(executable):
+        executable.resized(Member(*member))
+
+    def prepare():
+        return Executable(plan, table)
+
+    def use(executable):
+        assert executable.text
+
+    assert run_at_each_instruction(Executable._shared.func, prepare, make_member, use) > 10
