@@ -761,6 +761,20 @@ def test_a_constant_may_be_named_twice():
     assert np.array_equal(expression(b), a @ b)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64"])
+def test_constants_of_whole_numbers_are_folded_in_no_dtype_of_their_own(dtype):
+    """A product of booleans tells whether there is a term, and one of int8 wraps around; floats do neither."""
+    a, b, x = np.full((2, 2), 100, dtype), np.full((2, 2), 100, dtype), np.ones((2, 2))
+    if dtype == "int64":
+        a, b = a << 32, b << 32
+    expression = planner.contract_expression("ij,jk,kl->il", a, b, (2, 2), constants=[0, 1])
+    assert np.array_equal(expression(x), planner.contract("ij,jk,kl->il", a, b, x))
+    assert expression(b).dtype == dtype
+    folded = planner.contract_expression("ij,jk,kl->il", a, b, (2, 2), constants=[0, 1], dtype="float64")
+    assert folded.remaining == "ik, kl -> il"
+    assert np.array_equal(folded(x), expression(x))
+
+
 def test_fx_records_a_call(torch):
     traced = torch.fx.symbolic_trace(lambda x, y: planner.einsum("ij,jk->ki", x, y))
     x, y = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)

@@ -14,6 +14,7 @@ import opt_einsum
 from planner.api import check_names, contract, plan
 from planner.dropin.einsum import read_arguments
 from planner.dropin.torch_rules import search_of
+from planner.language.dtypes import dtype_name, is_inexact
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses, resolve, shape_of
@@ -77,7 +78,8 @@ def contract_expression(
 
     Parts of the plan that read constants alone are computed once, here. What is left is planned for the arrays of each
     call, so these may have other shapes. Constants may be arrays of any framework; a call takes them to the framework
-    and the device of its arrays, once for each. A constant that needs a gradient is an operand of every call.
+    and the device of its arrays, once for each. A constant that needs a gradient is an operand of every call, and so
+    is one of whole numbers without ``dtype=``.
 
     Args:
         *arguments: the spec and the shapes of the operands, or arrays where they are constant.
@@ -142,7 +144,10 @@ class ContractExpression:
         """Compute the parts of a plan that read constants alone."""
         asked: dict[str, Any] = {n: x for n, x in self.options.items() if n in ("sizes", "optimize", "minimize")}
         path = plan(parsed, *map(Operand, shapes), backend="numpy", **asked, **dict[str, Any](indices)).path
-        fixed = {n for n, x in values.items() if not term_gathers(parsed.inputs[n]) and not _varies(x)}
+        # The call's dtype is not known yet: whole numbers would wrap around in their own, where its floats do not.
+        wide = self.options.get("dtype") is not None
+        known = {n for n, x in values.items() if not _varies(x) and (wide or is_inexact(dtype_name(x.dtype)))}
+        fixed = {n for n in known if not term_gathers(parsed.inputs[n])}
         leaves, rest = _fold_path(path, len(shapes), fixed)
         terms: list[Term] = []
         self._operands = []
