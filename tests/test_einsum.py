@@ -754,6 +754,15 @@ def test_wrong_expressions_name_the_culprit(spec, shapes, options, kind, message
         planner.contract_expression(spec, *shapes, **options)
 
 
+def test_what_takes_no_result_is_named(torch):
+    expression, x = planner.contract_expression("ij->ji", (2, 3)), np.ones((2, 3))
+    for given, out in ((x, np.zeros((2, 3, 2))), (x, 5), (torch.as_tensor(x), torch.zeros(2))):
+        with pytest.raises(planner.PlannerError, match=r"out= is no array of the result's shape \(3, 2\)"):
+            expression(given, out=out)
+    with pytest.raises(planner.PlannerTypeError, match="dtype='foo'"):
+        planner.einsum("ij->i", x, dtype="foo")
+
+
 def test_a_constant_may_be_named_twice():
     a, b = integers((2, 3), "f8"), integers((3, 4), "f8")
     expression = planner.contract_expression("ij,jk->ik", a, (3, 4), constants=[0, 0, -2])

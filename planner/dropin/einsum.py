@@ -111,7 +111,10 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
         raise PlannerError(f"casting={casting!r:.80} is unknown: take 'no', 'equiv', 'safe', 'same_kind' or 'unsafe'")
     if out is not None and not isinstance(out, np.ndarray):
         raise PlannerTypeError(f"out= is a {type(out).__name__}, not a NumPy array")
-    dtype = None if options.get("dtype") is None else np.dtype(options["dtype"])
+    try:
+        dtype = None if options.get("dtype") is None else np.dtype(options["dtype"])
+    except TypeError as error:
+        raise PlannerTypeError(f"dtype={options['dtype']!r:.80}: {error}") from None
     if dtype is None and out is not None and arrays:
         dtype = np.result_type(*(x.dtype for x in arrays), out.dtype)
     moved = len(arrays) == 1 and out is None and not has_private_sum(spec)

@@ -182,7 +182,7 @@ class ContractExpression:
 
         Raises:
             ShapeError: there are more or fewer arrays.
-            PlannerError: as `contract`.
+            PlannerError: `out` has another shape; or as `contract`.
         """
         if len(arrays) != self._count:
             raise ShapeError(
@@ -203,6 +203,8 @@ class ContractExpression:
             result = _taken_to(result, "numpy", None)
         if out is None:
             return result
+        if getattr(out, "shape", None) != result.shape:
+            raise PlannerError(f"out= is no array of the result's shape {tuple(result.shape)}: {out!r:.80}")
         out[...] = result
         return out
 
