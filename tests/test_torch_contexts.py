@@ -334,6 +334,21 @@ def test_a_checkpoint_may_run_once_inside_of_forward_mode_and_once_outside(name)
         assert all(map(torch.equal, gradients, expected))
 
 
+@pytest.mark.parametrize("minimize", ["time", "peak"])
+@pytest.mark.parametrize("name", [name for name in CALLS if not {"minimize", "optimize"} & CALLS[name][3].keys()])
+def test_a_call_that_was_first_met_in_forward_mode_runs_as_any_other_after_it(name, minimize):
+    """Under it steps run out of place. What runs the call must not be made for that, since calls outside share it."""
+    call, operands = cold_call(name)
+    leaves, made = [x.detach().requires_grad_() for x in operands], []
+    for context in (contextlib.nullcontext, dual_level):
+        planner.caches().clear()
+        with context():
+            call(*leaves, minimize=minimize)
+        made.append(call(*leaves, minimize=minimize))
+    assert type(made[0].grad_fn) is type(made[1].grad_fn)
+    assert made[0].stride() == made[1].stride()
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_gradient_may_be_dual_where_no_operand_was(create_graph):
     """As that of a layer whose weights have no tangents, below one whose weights have some."""

@@ -337,7 +337,9 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
         return _Native(lambda views, _=None: views[0].view_as(views[0]), Reads())
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
-    under_transform = transformed()  # there steps behave as they do when autograd records
+    # Under `torch.func` steps behave as they do when autograd records. In forward mode by itself they do so too, but
+    # there calls share what runs them with those outside.
+    under_transform = in_functorch()
     standins = [
         x._replace(requires_grad=requires and x.requires_grad and not under_transform) for x in standins_of(plan)
     ]
