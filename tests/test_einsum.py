@@ -754,6 +754,28 @@ def test_wrong_expressions_name_the_culprit(spec, shapes, options, kind, message
         planner.contract_expression(spec, *shapes, **options)
 
 
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("bca->cb", [(3, 4, 5)]),
+        ("bca->cb", [(3, 4, 1)]),
+        ("bbda->ba", [(3, 3, 17, 3)]),
+        ("cabd,->dc", [(2, 2, 3, 17), ()]),
+        ("aeb,dc->bec", [(3, 5, 3), (2, 5)]),
+        ("bac,bade->aeb", [(5, 5, 3), (5, 5, 17, 3)]),
+        (",cbe,a,cbde->bcd", [(), (2, 3, 5), (5,), (2, 3, 1, 5)]),
+    ],
+)
+def test_sums_of_operands_can_be_viewed_as_those_of_torch(spec, shapes, grads, torch):
+    operands = [torch.from_numpy(integers(shape, "f4")).requires_grad_(grads) for shape in shapes]
+    expected = torch.einsum(spec, *operands)
+    for _ in range(2):
+        found = planner.einsum(spec, *operands)
+        assert torch.equal(found.view(-1), expected.view(-1))
+    assert planner.einsum("ab->ba", torch.ones(2, 3)).stride() == (1, 3)  # a view stays one
+
+
 def test_what_takes_no_result_is_named(torch):
     expression, x = planner.contract_expression("ij->ji", (2, 3)), np.ones((2, 3))
     for given, out in ((x, np.zeros((2, 3, 2))), (x, 5), (torch.as_tensor(x), torch.zeros(2))):

@@ -119,7 +119,7 @@ def _planned(
             values = list(operands)
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
-            return values[0], None
+            return values[0].contiguous(), None
         if has_private_sum(spec):
             spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
             operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
@@ -135,16 +135,16 @@ def _planned(
         return result, None
     unchanged = spec is asked and not options and all(x is y for x, y in zip(operands, given, strict=True))
     finish: Callable[[RunPlan], RunPlan] | None = _as_planned if unchanged else None
-    if len(operands) == 1 or result.is_contiguous():
+    if result.is_contiguous():
         return result, finish
     if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
         if unchanged and few and set(spec) <= _EINSUM_TEXT:
             finish = _by_einsum(spec)
             return sys.modules["torch"]._C._VariableFunctions.einsum(spec, operands), finish
-        if not _is_summed(spec, *(tuple(x.shape) for x in operands)):
+        if not (has_private_sum(asked) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
             return result, finish
-    if not _is_row_major(spec):
+    if not _is_row_major(asked):
         return result, finish
     return result.contiguous(), finish and _in_row_major
 
@@ -309,14 +309,17 @@ def _copied_order(
 def _is_row_major(spec: str | Spec) -> bool:
     """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
 
-    Its product of two operands has the axes of both first, then those of the left one, then those of the right one.
+    It sums an operand in the order of the output. Its product of two operands has the axes of both first, then those of
+    the left one, then those of the right one.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     if len(parsed.inputs) > 2:
         return True  # its last product depends on a path
-    left, right = parsed.inputs
+    left, right = parsed.inputs[0], parsed.inputs[-1]
+    if len(parsed.inputs) == 1 or set(left) & set(right) <= set(parsed.output):
+        return not parsed.arrays and has_private_sum(parsed)
     order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
-    return order == sorted(order) and not set(left) & set(right) <= set(parsed.output)
+    return order == sorted(order)
 
 
 @_of_constants
