@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,8 +132,9 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
             raise PlannerError(f"out= has shape {out.shape}, but the result has shape {result.shape}")
         np.copyto(out, result, casting=casting)
         return out
-    if moved and arrays[0].flags.writeable and 0 not in result.strides:
-        result.flags.writeable = True  # NumPy's own diagonals are read-only, einsum's are not
+    if moved and arrays[0].flags.writeable and not result.flags.writeable and 0 not in result.strides:
+        with contextlib.suppress(ValueError):  # NumPy cannot tell whether memory of other libraries may be written
+            result.flags.writeable = True  # NumPy's own diagonals are read-only, einsum's are not
     if order != "K" and not moved:
         fortran = all(x.flags.f_contiguous and not x.flags.c_contiguous for x in arrays)
         result = np.asarray(result, order="F" if order == "F" or (order == "A" and fortran) else "C")
