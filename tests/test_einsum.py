@@ -764,10 +764,12 @@ def test_wrong_expressions_name_the_culprit(spec, shapes, options, kind, message
         ("cabd,->dc", [(2, 2, 3, 17), ()]),
         ("aeb,dc->bec", [(3, 5, 3), (2, 5)]),
         ("bac,bade->aeb", [(5, 5, 3), (5, 5, 17, 3)]),
+        ("dec,ae->acd", [(3, 4, 5), (6, 4)]),
+        ("zdc,zbac->zabd", [(2, 3, 3), (2, 2, 4, 3)]),
         (",cbe,a,cbde->bcd", [(), (2, 3, 5), (5,), (2, 3, 1, 5)]),
     ],
 )
-def test_sums_of_operands_can_be_viewed_as_those_of_torch(spec, shapes, grads, torch):
+def test_results_can_be_viewed_as_those_of_torch(spec, shapes, grads, torch):
     operands = [torch.from_numpy(integers(shape, "f4")).requires_grad_(grads) for shape in shapes]
     expected = torch.einsum(spec, *operands)
     for _ in range(2):

@@ -310,7 +310,7 @@ def _is_row_major(spec: str | Spec) -> bool:
     """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
 
     It sums an operand in the order of the output. Its product of two operands has the axes of both first, then those of
-    the left one, then those of the right one.
+    the left one, then those of the right one; or it multiplies the right one by the left one, if that is the order.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     if len(parsed.inputs) > 2:
@@ -319,7 +319,8 @@ def _is_row_major(spec: str | Spec) -> bool:
     if len(parsed.inputs) == 1 or set(left) & set(right) <= set(parsed.output):
         return not parsed.arrays and has_private_sum(parsed)
     order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
-    return order == sorted(order)
+    swapped = [(axis not in left or axis not in right) + (axis not in right) for axis in parsed.output]
+    return order == sorted(order) or swapped == sorted(swapped)
 
 
 @_of_constants
