@@ -58,8 +58,8 @@ LAUNCHES = 1
 # The kernels' share of the published rates, by bytes of an element. They are estimates, as all of this is until it ran
 # on a card: those of 16 bits wait for their loads.
 _SHARES = {2: 0.45, 4: 0.5, 8: 0.5}
-# Rows of a tile: on average half of a group's last tile is padding.
-_TILE_ROWS = 64
+# Sides of a tile, at least and at most. Rows: on average half of a group's last tile is padding.
+_LEAST_SIDE, _TILE_ROWS = 16, 64
 # Operators around torch's grouped product: a take, the groups' ends, a mask in two steps, a fill, and a copy back.
 _AROUND = 6
 # Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
@@ -82,18 +82,32 @@ _module = lru_cache(importlib.import_module)
 
 
 def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
-    """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
+    """Return the FLOP/s of the kernel for a product of these rows, columns and terms.
+
+    A tile has 16 elements a side or more: the product of a matrix and a vector takes 16 times its FLOPs.
+
+    >>> import planner
+    >>> h200 = planner.Device.preset("h200")
+    >>> product_rate(h200, (64, 64, 64), "bfloat16") / product_rate(h200, (64, 1, 64), "bfloat16")
+    16.0
+    """
     rate = device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
     if dtype == "float32" and multiplies_by_parts(sides[2], device.capability):
         parts = device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE
         rate = max(rate, parts)  # unless a setting refuses it
-    return rate
+    return rate / math.prod(map(_padded, sides))
+
+
+def _padded(side: int) -> float:
+    """Return how many elements tiles hold for each element of a side."""
+    tile = max(_LEAST_SIDE, min(_TILE_ROWS, 1 << max(0, side - 1).bit_length()))
+    return -(-side // tile) * tile / side if side else 1.0
 
 
 def _padding(rows: int, groups: int) -> float:
     """Return how many rows tiles hold for each real row: each group fills its last tile up."""
     filled = max(1, min(rows, groups))
-    tile = max(16, min(_TILE_ROWS, rows // filled))
+    tile = max(_LEAST_SIDE, min(_TILE_ROWS, rows // filled))
     return (max(1, rows) + filled * tile / 2) / max(1, rows)
 
 
@@ -101,10 +115,14 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     copied, pair = flattened_bytes(op, form), isinstance(op, JointGradient)
     rows, _, _ = form.sides
+    rows = i if is_chosen(form) and not pair else rows
     # The sums of a row's products have j terms, and k in its gradient; those of a matrix have a term for each row.
     rate = product_rate(device, (j, k, rows) if form.outer else (rows, j, k) if pair else (rows, k, j), op.dtype)
+    # Rows that several rows of the product share are read once for each of them.
+    shared = n * i * j * size if form.rows_a != form.gather.axes else 0
+    shared += n * i * k * size if form.outer and form.rows_b != form.gather.axes else 0
     if is_chosen(form) and not pair:
-        moved, scratch = op.bytes_touched() + 2 * copied, copied + 8 * n * form.maps
+        moved, scratch = op.bytes_touched() + shared + 2 * copied, copied + 8 * n * form.maps
         return [Work(op.flops(), rate, moved, copied, scratch, launches=1, kernels=1)]
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
@@ -115,9 +133,11 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     cut = PAIR_TERMS if pair and covers_pair(j, k) else CUT
     fused = cut == PAIR_TERMS and not (op.dtype == "float32" and multiplies_by_parts(k, device.capability))
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
-    moved = op.bytes_touched() + 2 * copied + 16 * n
+    moved = op.bytes_touched() + shared + 2 * copied + 16 * n
     if pair and not fused:
         moved += n * i * k * size  # the output's gradient is read twice
+    if form.targets is not None:
+        moved += 2 * n * i * k * max(4, size)  # products of rows are written, and read where they are added up
     kernels = op.products - fused + (form.outer or pair) + 2 * (form.targets is not None)
     return [
         Work(
