@@ -15,7 +15,6 @@ by atomics, so in any order. Three rows do without:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common import stock
+from planner.backends.common.kernel_rows import is_chosen
 from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind
@@ -42,7 +42,6 @@ from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered, row_major
-from planner.kernels.grouping.torch_grouping import Groups
 from planner.kernels.segment_sum import WINDOW
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
@@ -195,11 +194,15 @@ def _taken_work(op: Op, form: TakenForm, device: Device) -> list[Work]:
     )
     widths = (j, k) if form.product.outer else (j, j)
     taken = sum(rows * width * size for source, width in zip(form.sources, widths, strict=True) if source)
+    moved = op.bytes_touched() + taken + 2 * copied
+    if is_chosen(form.product):
+        rate, scratch = product_rate(device, (i, k, j), op.dtype), copied + 9 * rows
+        return [Work(op.flops(), rate, moved, copied, scratch, launches=LAUNCHES + sources, kernels=LAUNCHES)]
     # The order of the index array of matrices, that of all rows, where matrices begin, and rows that may be dropped.
     scratch = order_bytes(n, g) + 16 * rows + TABLES * (g + 2) + 9 * rows * sources
     scratch += 2 * (rows // CUT) * j * k * max(4, size) if form.product.outer else 0
-    moved = op.bytes_touched() + taken + 2 * copied + 32 * rows
-    launches, rate = LAUNCHES + 2 + sources, product_rate(device, form.product.sides, op.dtype)
+    moved, launches = moved + 32 * rows, LAUNCHES + 2 + sources
+    rate = product_rate(device, form.product.sides, op.dtype)
     return [Work(op.flops(), rate, moved, copied, copied + scratch, launches=launches, kernels=LAUNCHES, sorted=n)]
 
 
@@ -207,37 +210,25 @@ def _run_taken(op: Op, form: TakenForm, inputs: Sequence[Any], index: Any) -> tu
     kernels, product, spec = cuda_kernels(), form.product, op.spec
     *given, (out_term, out_groups) = _views(op, form)
     flats = [kernels.flat(x, term, groups) for x, (term, groups) in zip(inputs, given, strict=True)]
-    groups = _groups_of_rows(kernels.groups(product.gather, spec, index), product.sizes[1])
     tables = []
     for x, source in zip(flats, form.sources, strict=True):
         table = None if source is None else index[source].reshape(-1)
         # The kernel takes -1 for no row.
         tables.append(OPS.select(table < len(x), table, -1) if table is not None and index.may_drop else table)
-    if product.outer:
-        a, b = (x.unsqueeze(1) for x in flats)
-        out = kernels.outer(a, b, groups, product.sizes[2], *tables)
+    rows = 1 - product.matrix
+    if is_chosen(product):
+        source, matrices = tables[rows].reshape(-1, product.sizes[1]), index[product.gather].reshape(-1)
+        run = kernel_function("grouped_matmul.triton_grouped", "chosen_rows")
+        out = run(flats[rows], flats[product.matrix], matrices, source)
     else:
-        rows = 1 - product.matrix
-        out = kernels.matmul(flats[rows].unsqueeze(1), flats[product.matrix], groups, tables[rows], None, None)
+        groups = kernels.groups(product.gather, spec, index).split(product.sizes[1])
+        if product.outer:
+            a, b = (x.unsqueeze(1) for x in flats)
+            out = kernels.outer(a, b, groups, product.sizes[2], *tables)
+        else:
+            out = kernels.matmul(flats[rows].unsqueeze(1), flats[product.matrix], groups, tables[rows], None, None)
     order = [entry for group in out_groups for entry in group]
     return (out.reshape(spec.shape(tuple(order))).permute([order.index(e) for e in out_term]),)
-
-
-def _groups_of_rows(groups: Groups, inner: int) -> Groups:
-    """Return the sorted order if each row is `inner` rows."""
-    if inner == 1:
-        return groups
-    order = groups.order
-    if order is not None:
-        order = (order.long().unsqueeze(1) * inner + OPS.iota(inner, order)).reshape(-1)
-    return dataclasses.replace(
-        groups,
-        order=order,
-        offsets=groups.offsets.long() * inner,
-        rows=groups.rows * inner,
-        longest=None if groups.longest is None else groups.longest * inner,
-        _tasks={},
-    )
 
 
 def _taken_layouts(op: Op, form: TakenForm) -> tuple[Layout | None, ...]:

@@ -20,6 +20,7 @@ from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
 from planner.kernels.tiled_product.triton_arithmetic import precision
 from planner.kernels.tiled_product.triton_axes import (
+    Axis,
     Grouping,
     Matrices,
     axis_of,
@@ -34,6 +35,7 @@ from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles
 __all__ = [
     "batched_matmul",
     "chosen_matmul",
+    "chosen_rows",
     "grouped_gradients",
     "grouped_matmul",
     "grouped_outer",
@@ -194,6 +196,7 @@ def plain_product(
     sizes: tuple[int, int, int, int],
     named: int | None = None,
     tiling: str = "",
+    places: Tensor | None = None,
 ) -> None:
     """Write a batch of products, `a[z, m, k] b[z, k, n]`.
 
@@ -209,7 +212,7 @@ def plain_product(
     batch, m, n, k = sizes
     if batch * m * n:
         tiles, how = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
-        grouping, tables = Grouping(None, None, batch if named is None else named), (None, 0, None)
+        grouping, tables = Grouping(places, None, batch if named is None else named), (None, 0, None)
         count = triton.cdiv(m, tiles.m) * batch
         _launch("plain", a, b, out, (m, n, k), tiles, how, count, grouping, tables, drops=named is not None)
 
@@ -231,6 +234,29 @@ def chosen_matmul(a: Tensor, c: Tensor, index: Tensor, source: Tensor | None = N
     rows = a.new_empty((n, i, k))
     matrices = Matrices.of(c, index)
     plain_product(Matrices.of(a, source), matrices, Matrices.of(rows), (n, i, k, j), len(c), tiling)
+    return rows
+
+
+def chosen_rows(a: Tensor, c: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    """Multiply rows that are taken from `a` by the matrices that `index` names: `a[source[n, i]] @ c[index[n]]`.
+
+    Nothing is sorted. This is for many rows I by one matrix.
+
+    Args:
+        a: the rows, `(Na, J)`.
+        c: the matrices, `(G, J, K)`.
+        index: the matrix of each N, `(N,)`; the value G drops its rows.
+        source: place of each row in `a`, `(N, I)`; a negative one drops the row.
+
+    Returns:
+        The products, `(N, I, K)`; zero for what is dropped.
+    """
+    (n, i), k = source.shape, c.shape[2]
+    a, c = a.resolve_neg(), c.resolve_neg()
+    rows = a.new_empty((n, i, k))
+    taken = Matrices(a, Axis(0), Axis(a.stride(0)), Axis(a.stride(1)))
+    sizes = n, i, k, a.shape[1]
+    plain_product(taken, Matrices.of(c, index), Matrices.of(rows), sizes, len(c), places=source)
     return rows
 
 

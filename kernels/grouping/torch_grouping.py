@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -73,6 +73,22 @@ class Groups:
             if not (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._tasks[key] = tasks
         return tasks
+
+    def split(self, inner: int) -> Groups:
+        """Return the sorted order of parts of the rows: each row is `inner` parts, which follow one another."""
+        if inner == 1:
+            return self
+        order, longest = self.order, self.longest
+        if order is not None:
+            order = (order.long().unsqueeze(1) * inner + torch.arange(inner, device=order.device)).reshape(-1)
+        return replace(
+            self,
+            order=order,
+            offsets=self.offsets.long() * inner,
+            rows=self.rows * inner,
+            longest=None if longest is None else longest * inner,
+            _tasks={},
+        )
 
 
 def group_rows(index: Tensor, size: int, check: Any = None, drops: bool = True) -> Groups:

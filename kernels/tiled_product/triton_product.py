@@ -79,7 +79,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
 
     Args:
         a, b, out: pointers, each followed by a table or None, and a stride, for each of its three axes.
-        order: ("rows", "terms") row numbers sorted by group; None if the rows are sorted already.
+        order: ("rows", "terms") row numbers sorted by group; None if the rows are sorted already. ("plain") the inner
+            position in `a` of each z and m, `(z, m)`, negative for zeros; None if that is m.
         starts: ("terms") where each group begins in `order`, and where the dropped rows do; read for `DROPS` only.
         tasks: ("rows", "terms") what each program walks, see `planner.kernels.grouping.triton_grouping.Tasks`.
         most: ("rows", "terms") number of tasks.
@@ -187,8 +188,11 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 a_m = a_row * a_outer + position(m, a_inner_table, m_there, INDEX) * a_inner
                 out_m = position(row, out_outer_table, m_there, INDEX) * out_outer
             else:
-                reads = m_there
-                a_m = a_group + position(m, a_inner_table, reads, INDEX) * a_inner
+                reads, place = m_there, m
+                if order is not None:
+                    place = tl.load(order + group * size_m + m, mask=m_there, other=-1).to(INDEX)
+                    reads = m_there & (place >= 0)
+                a_m = a_group + position(place, a_inner_table, reads, INDEX) * a_inner
                 out_m = position(group, out_outer_table, group >= 0, INDEX) * out_outer
             out_m += position(m, out_inner_table, m_there, INDEX) * out_inner
             total = tl.zeros((BLOCK_M, BLOCK_N), wide)
@@ -206,9 +210,9 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                     y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
                     total, low = add_product(x, y, total, low, PRECISION)
             total = joined(total, low, PRECISION)
+            if (a_outer_table is not None) if MODE == "rows" else (order is not None):
+                total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
             if MODE == "rows":
-                if a_outer_table is not None:
-                    total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
                 if DROPS == 2:
                     total = tl.where(group < groups - 1, total, float("nan"))
             out_n = position(n, out_column_table, n_there, INDEX) * out_column

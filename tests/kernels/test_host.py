@@ -25,14 +25,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
-from planner.backends.torch import checks, indexed_rows  # noqa: E402
+from planner.backends.torch import checks  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped  # noqa: E402
 from planner.kernels.grouping import torch_grouping, triton_grouping, triton_launch  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
 
-CHEAP = dataclasses.replace(H200, launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
+CHEAP = dataclasses.replace(H200, flop_rate=float("inf"), launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
 SPEC = "nij, q[n]jk -> nik"
 
 
@@ -430,7 +430,7 @@ def test_a_prepared_index_knows_its_longest_group(card):
     assert prepared.longest == 197
     assert prepared.groups.tasks(1, 256, False, True).slots == 0
     assert prepared.groups.tasks(2, 256, False, True).slots > 0
-    assert indexed_rows._groups_of_rows(prepared.groups, 40).longest == 197 * 40
+    assert prepared.groups.split(40).longest == 197 * 40
     other = planner.group(torch.tensor([5, 5, 5, 0, 1, 2]), 6)
     tensors = {name: x for name, x in other.state_dict().items() if "extra" not in name}
     ordered = planner.group(torch.arange(6), 6)

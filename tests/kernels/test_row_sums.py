@@ -159,6 +159,8 @@ SPECS = (  # each with the sizes of its axes and of what its index arrays name
     ("s[e]c, e -> d[e]c", {"e": 5, "c": 0}, {"s": 7, "d": 4}),
     ("x[n]j, w[n]jk -> nk", {"n": 40, "j": 5, "k": 6}, {"x": 7, "w": 4}),
     ("x[pi]c, w[p]cm -> pim", {"p": 9, "i": 4, "c": 5, "m": 6}, {"x": 7, "w": 4}),
+    ("x[pi]c, w[p]cm -> pim", {"p": 5, "i": 70, "c": 5, "m": 6}, {"x": 7, "w": 4}),
+    ("w[qp]cmd, dx[qpi]c -> ipmq", {"p": 2, "q": 3, "i": 64, "c": 5, "m": 6, "d": 2}, {"x": 7, "w": 4}),
     ("w[p]cmd, dx[pi]c -> ipm", {"p": 9, "i": 4, "c": 5, "m": 6, "d": 2}, {"x": 7, "w": 4}),
     ("x[pi]c, y[pi]m -> w[p]cm", {"p": 9, "i": 4, "c": 5, "m": 6}, {"x": 7, "y": 8, "w": 4}),
     ("cx[pi], ipm -> mw[p]c", {"p": 9, "i": 4, "c": 5, "m": 6}, {"x": 7, "w": 4}),

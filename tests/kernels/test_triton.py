@@ -120,6 +120,17 @@ def spaced(table):
     return torch.full((2 * len(table),), 1 << 40)[::2].copy_(torch.from_numpy(table))
 
 
+def spaced_pairs(table):
+    """A table of two dimensions; what lies between its entries leads far away."""
+    return torch.full([2 * n for n in table.shape], 1 << 40)[::2, ::2].copy_(torch.from_numpy(table))
+
+
+def full_of_nan(x, *shape, dtype=None, **place):
+    """In place of `Tensor.new_empty`: what a kernel does not write stays NaN."""
+    shape = shape[0] if isinstance(shape[0], tuple) else shape
+    return x.new_full(shape, torch.nan if (dtype or x.dtype).is_floating_point else 0, dtype=dtype, **place)
+
+
 def integers(random, *shape):
     return random.integers(-2, 3, shape).astype(float)
 
@@ -189,6 +200,34 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
     assert all(result.holds(one) for result, one in zip(results, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@settings(max_examples=examples(60, 600))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles, number=st.integers(0, 3),
+    sizes=st.tuples(st.integers(1, 5), SIZES, SIZES, SIZES), how=st.sampled_from(["ieee", "bf16x6"]),
+)  # fmt: skip
+def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, sizes, how):
+    """`a[source[n, i]] @ c[index[n]]`, of which both may name nothing. What nothing names is NaN."""
+    how = how if dtype == "float32" else "ieee"
+    random, (rows, i, j, k), groups = np.random.default_rng(seed), sizes, 3
+    x, z = integers(random, rows, j), integers(random, groups, j, k)
+    index, source = random.integers(0, groups + 1, number), random.integers(-1, rows, (number, i))
+    if random.random() < 0.3:
+        z[random.integers(groups)] = np.inf  # a dropped row is zero whatever it would meet
+    unread = ~np.isin(np.arange(rows), source[index < groups]), ~np.isin(np.arange(groups), index)
+    a, c = (Laid(one, random, dtype, dropped=none, tables=False) for one, none in zip((x, z), unread, strict=True))
+    with (
+        mock.patch.multiple(triton_grouped, tiles_of=lambda *_: tiles, precision=lambda *_: how),
+        mock.patch.object(torch.Tensor, "new_empty", full_of_nan),
+    ):
+        found = triton_grouped.chosen_rows(a.tensor, c.tensor, spaced(index), spaced_pairs(source))
+    numbers = np.concatenate([np.isfinite(z).all((1, 2)), [True]])[index][:, None] | (source < 0)
+    z[~np.isfinite(z)] = 0
+    expected = np.concatenate([x, np.zeros((1, j))])[source] @ np.concatenate([z, np.zeros((1, j, k))])[index]
+    assert found.shape == expected.shape
+    assert np.array_equal(found.double().numpy()[numbers], expected[numbers])
+
+
 MULTIPLIED = ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"), ("float32", "bf16x6")
 
 
@@ -205,13 +244,7 @@ def test_products_in_the_tiles_that_calls_take(monkeypatch, dtype, how, tiling):
     random, torch_dtype = np.random.default_rng(0), getattr(torch, dtype)
     q = random.permutation(np.repeat([0, 2, 3], [70, 9, 6]))  # of three groups
     groups = group_rows(torch.from_numpy(q), 3)
-    new_full = torch.Tensor.new_full
-
-    def poisoned(x, *shape, dtype=None, **place):
-        shape = shape[0] if isinstance(shape[0], tuple) else shape
-        return new_full(x, shape, torch.nan if (dtype or x.dtype).is_floating_point else 0, dtype=dtype, **place)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
     monkeypatch.setattr(triton_grouped, "precision", lambda *_: how)
     for j, k in ((132, 140), (64, 60)):
         arrays = integers(random, 85, 2, j), integers(random, 3, j, k), integers(random, 85, 2, k)
