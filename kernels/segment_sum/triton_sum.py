@@ -8,7 +8,7 @@ before. The program of the group then adds these sums up, and the rows that are 
     group 1       =         row + window     + window     + two rows
 
 Nothing depends on the sizes of groups but loads, so a call with sorted rows is one launch, or two if a group may have a
-whole window.
+whole window. A prepared index knows its longest group.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             row = tl.load(order + row, mask=there, other=0)
         if NARROW:
             row = row.to(tl.int32)
-        x_r, there, bad = row_places(row, there, x_table, x_size, x_row, inner, x_inner)
+        x_r, reads, bad = row_places(row, there, x_table, x_size, x_row, inner, x_inner)
         x_r += entry * x_batch
         if y is not None:
-            y_r, there, y_bad = row_places(row, there, y_table, y_size, y_row, inner, y_inner)
+            y_r, y_reads, y_bad = row_places(row, there, y_table, y_size, y_row, inner, y_inner)
             y_r += entry * y_batch
-            bad = bad | y_bad
-        inside = there[:, None] & n_there[None, :]
+            reads, bad = reads & y_reads, bad | y_bad
+        inside = reads[:, None] & n_there[None, :]
         taken = tl.load(x + x_r[:, None] + x_n[None, :], mask=inside, other=0.0).to(wide)
         if y is not None:
             taken *= tl.load(y + y_r[:, None] + y_n[None, :], mask=inside, other=0.0).to(wide)
@@ -264,8 +264,10 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
     most = max(1, min(_MOST_ROWS, _TILE // (accumulator(out.x.dtype).itemsize * block_n)))
     block_r = min(most, max(8, mean))
     tiles = triton.cdiv(columns, block_n)
-    parts = None
-    if rows >= WINDOW and (runs.sorted is not None or runs.inner >= WINDOW):
+    parts, longest = None, runs.inner
+    if runs.sorted is not None:
+        longest = rows if runs.sorted.longest is None else runs.sorted.longest
+    if min(rows, longest) >= WINDOW:
         parts = out.x.new_empty((rows // WINDOW, columns), dtype=accumulator(out.x.dtype))
     factor = [None, None, 0, 0, 0, 0, None, 0] if y is None else y.flat
     arguments = [

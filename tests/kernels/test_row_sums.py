@@ -5,6 +5,7 @@ results held before.
 """
 
 import collections
+import dataclasses
 import json
 import pathlib
 import sys
@@ -14,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import examples, run
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -87,10 +88,14 @@ def groups_of(random, rows, groups, skew):
     seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.sampled_from([0, 1, 7, 64, 150]),
     groups=st.integers(0, 5), columns=st.sampled_from([0, 1, 5, 17]), skew=st.sampled_from(SKEWS),
     tables=st.tuples(st.booleans(), st.booleans()), factor=st.sampled_from(["none", "rows", "weights"]),
-    tile=st.sampled_from([64, 1024]),
+    tile=st.sampled_from([64, 1024]), knows=st.booleans(),
 )  # fmt: skip
-def test_sums_of_products_of_rows(seed, dtype, rows, groups, columns, skew, tables, factor, tile):
-    """Groups of many windows, empty ones and dropped rows; factors through tables that name no row, or a wrong one."""
+@example(38760, "float32", 64, 1, 1, "even", (True, True), "rows", 64, False)  # no row of x, and a wrong one of y
+def test_sums_of_products_of_rows(seed, dtype, rows, groups, columns, skew, tables, factor, tile, knows):
+    """Groups of many windows, empty ones and dropped rows; factors through tables that name no row, or a wrong one.
+
+    The host may know the longest group.
+    """
     random = np.random.default_rng(seed)
     of, expected = groups_of(random, rows, groups, skew), np.zeros((groups + 1, columns))
     product, given = np.ones((rows, columns)), []
@@ -107,8 +112,10 @@ def test_sums_of_products_of_rows(seed, dtype, rows, groups, columns, skew, tabl
     np.add.at(expected, of, product)
     out = poisoned(random, groups, columns, dtype=dtype)
     into = triton_sum.Rows.of(out, [0], [1])
+    longest = max(np.bincount(of, minlength=groups)[:groups], default=0) if knows else None
+    by_group = dataclasses.replace(group_rows(torch.from_numpy(of), groups), longest=longest)
     with mock.patch.multiple(triton_sum, _TILE=tile, WINDOW=16):
-        triton_sum.sum_rows(given[0], into, columns, group_rows(torch.from_numpy(of), groups), *given[1:])
+        triton_sum.sum_rows(given[0], into, columns, by_group, *given[1:])
     assert np.array_equal(out.double().numpy(), expected[:-1], equal_nan=True)
     out.zero_()
     assert out._base.isnan().sum() == out._base.numel() - out.numel()
@@ -253,6 +260,15 @@ def test_with_prepared_indices_only_kernels_are_launched(monkeypatch, spec, axes
         table.run(next(n for n in PREPARED if table.rows[n].supports(Einsum(parsed, "float32")) is None),
                   Einsum(parsed, "float32"), operands, index)  # fmt: skip
     assert (len(started), others.names) == (launches, [])
+
+
+@pytest.mark.parametrize(("longest", "launches"), [(None, 2), (1024, 2), (1023, 1), (0, 1)])
+def test_sums_of_groups_that_are_known_to_be_short_are_one_launch(monkeypatch, longest, launches):
+    started = []
+    monkeypatch.setattr(triton_sum, "launch", lambda *_, **__: started.append(1))
+    groups = dataclasses.replace(group_rows(torch.arange(5000) % 70, 70), longest=longest)
+    triton_sum.grouped_sum(torch.zeros(5000, 3), groups)
+    assert len(started) == launches
 
 
 class Launches(TorchDispatchMode):
