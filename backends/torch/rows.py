@@ -29,8 +29,9 @@ from planner.backends.common.stock_rows import (
     flat_stock_work,
     stock_rows,
 )
-from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
-from planner.backends.torch.indexed_rows import INDEXED, indexed_calls, indexed_rows
+from planner.backends.torch.cuda.indexed import indexed_rows
+from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
+from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
 from planner.cost.device import Device

@@ -53,11 +53,12 @@ def grouped_matmul(
     target: Tensor | None = None,
     targets: int | None = None,
     tiling: str = "",
+    wide: bool = False,
 ) -> Tensor:
-    """Multiply each row by the matrix of its group, see the package."""
+    """Multiply each row by the matrix of its group, see the package; products of half types are float32 if `wide`."""
     n, (_, i, j), k = groups.rows, a.shape, c.shape[2]
     a, c = a.resolve_neg(), c.resolve_neg()  # the imaginary part of a conjugate is negated lazily
-    rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
+    rows = a.new_empty((n, i, k), dtype=accumulator(a.dtype) if wide or target is not None else a.dtype)
 
     def run() -> None:
         x, y, z = Matrices.of(a, source), Matrices.of(c), Matrices.of(rows)
@@ -237,25 +238,30 @@ def chosen_matmul(a: Tensor, c: Tensor, index: Tensor, source: Tensor | None = N
     return rows
 
 
-def chosen_rows(a: Tensor, c: Tensor, index: Tensor, source: Tensor) -> Tensor:
-    """Multiply rows that are taken from `a` by the matrices that `index` names: `a[source[n, i]] @ c[index[n]]`.
+def chosen_rows(
+    a: Tensor, c: Tensor, index: Tensor, inner: int, source: Tensor | None = None, wide: bool = False
+) -> Tensor:
+    """Multiply each `inner` rows by the matrix that `index` names for them, `a[source[n I + i]] @ c[index[n]]`.
 
     Nothing is sorted. This is for many rows I by one matrix.
 
     Args:
         a: the rows, `(Na, J)`.
         c: the matrices, `(G, J, K)`.
-        index: the matrix of each N, `(N,)`; the value G drops its rows.
-        source: place of each row in `a`, `(N, I)`; a negative one drops the row.
+        index: the matrix of I rows, `(N,)`; the value G drops them.
+        inner: the number of rows I.
+        source: place of each row in `a`, `(N * I,)`; a negative one drops the row. None if rows are in order.
+        wide: whether products of half types are float32.
 
     Returns:
         The products, `(N, I, K)`; zero for what is dropped.
     """
-    (n, i), k = source.shape, c.shape[2]
+    n, k = len(index), c.shape[2]
     a, c = a.resolve_neg(), c.resolve_neg()
-    rows = a.new_empty((n, i, k))
-    taken = Matrices(a, Axis(0), Axis(a.stride(0)), Axis(a.stride(1)))
-    sizes = n, i, k, a.shape[1]
+    rows = a.new_empty((n, inner, k), dtype=accumulator(a.dtype) if wide else a.dtype)
+    block = Axis(inner * a.stride(0) if source is None else 0)
+    taken = Matrices(a, block, Axis(a.stride(0)), Axis(a.stride(1)))
+    sizes = n, inner, k, a.shape[1]
     plain_product(taken, Matrices.of(c, index), Matrices.of(rows), sizes, len(c), places=source)
     return rows
 

@@ -352,14 +352,21 @@ class TakenForm:
 @cached_by_step
 def taken_form(spec: Spec) -> TakenForm | str:
     """Return a step as a grouped product that takes its rows, or the reason why it is none."""
-    refusal = "needs two operands, rows that are taken, and another index array for matrices"
+    form = _product_of_rows(spec)
+    if form is None or not any(form.sources):
+        return "needs two operands, rows that are taken, and another index array for matrices"
+    return form
+
+
+def _product_of_rows(spec: Spec) -> TakenForm | None:
+    """Return a step as a grouped product whose rows lie in order, or are taken through index arrays of their own."""
     if len(spec.inputs) != 2 or any(len(term_gathers(term)) > 1 for term in spec.terms):
-        return refusal
+        return None
     # Of the brackets one names matrices. The others are taken away, as if their rows lay in order.
     gathers = [next(iter(term_gathers(term)), None) for term in spec.terms]
     for place, matrices in enumerate(gathers):
         sources = tuple(None if number == place else gather for number, gather in enumerate(gathers[:2]))
-        if matrices is None or not any(sources) or (place != 2 and gathers[2]):
+        if matrices is None or (place != 2 and gathers[2]):
             continue
         terms = []
         for term, gather in zip(spec.inputs, sources, strict=True):
@@ -369,4 +376,33 @@ def taken_form(spec: Spec) -> TakenForm | str:
             continue
         if all(gather is None or gather.axes == (*form.rows_a, *form.inner) for gather in sources):
             return TakenForm(form, sources)
-    return refusal
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SummedForm:
+    """A grouped product whose rows are added up through an index array, as in `x[n]j, q[n]jk -> d[n]k`.
+
+    Attributes:
+        taken: the product of the rows, which lie in order or are taken.
+        product: its spec, such as `x[n]j, q[n]jk -> nk`.
+        sums: the spec of the sums, such as `nk -> d[n]k`.
+    """
+
+    taken: TakenForm
+    product: Spec
+    sums: Spec
+
+
+@cached_by_step
+def summed_form(spec: Spec) -> SummedForm | str:
+    """Return a step as a grouped product whose rows are added up, or the reason why it is none."""
+    targets = term_gathers(spec.output)
+    axes = [a for e in spec.output for a in (e.axes if isinstance(e, Gather) else (e,))]
+    if len(targets) == 1 and len(spec.inputs) == 2:
+        form = _product_of_rows(Spec(spec.inputs, tuple(axes), spec.sizes))
+        if form is not None and targets[0].axes == (*form.product.rows_a, *form.product.inner):
+            rows = *targets[0].axes, *form.product.right
+            product = Spec(spec.inputs, rows, spec.sizes)
+            return SummedForm(form, product, Spec((rows,), spec.output, spec.sizes))
+    return "needs rows, each with a matrix, that are added up"

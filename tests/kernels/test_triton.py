@@ -120,11 +120,6 @@ def spaced(table):
     return torch.full((2 * len(table),), 1 << 40)[::2].copy_(torch.from_numpy(table))
 
 
-def spaced_pairs(table):
-    """A table of two dimensions; what lies between its entries leads far away."""
-    return torch.full([2 * n for n in table.shape], 1 << 40)[::2, ::2].copy_(torch.from_numpy(table))
-
-
 def full_of_nan(x, *shape, dtype=None, **place):
     """In place of `Tensor.new_empty`: what a kernel does not write stays NaN."""
     shape = shape[0] if isinstance(shape[0], tuple) else shape
@@ -205,8 +200,9 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles, number=st.integers(0, 3),
     sizes=st.tuples(st.integers(1, 5), SIZES, SIZES, SIZES), how=st.sampled_from(["ieee", "bf16x6"]),
+    wide=st.booleans(),
 )  # fmt: skip
-def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, sizes, how):
+def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, sizes, how, wide):
     """`a[source[n, i]] @ c[index[n]]`, of which both may name nothing. What nothing names is NaN."""
     how = how if dtype == "float32" else "ieee"
     random, (rows, i, j, k), groups = np.random.default_rng(seed), sizes, 3
@@ -220,11 +216,12 @@ def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, 
         mock.patch.multiple(triton_grouped, tiles_of=lambda *_: tiles, precision=lambda *_: how),
         mock.patch.object(torch.Tensor, "new_empty", full_of_nan),
     ):
-        found = triton_grouped.chosen_rows(a.tensor, c.tensor, spaced(index), spaced_pairs(source))
+        found = triton_grouped.chosen_rows(a.tensor, c.tensor, spaced(index), i, spaced(source.ravel()), wide)
     numbers = np.concatenate([np.isfinite(z).all((1, 2)), [True]])[index][:, None] | (source < 0)
     z[~np.isfinite(z)] = 0
     expected = np.concatenate([x, np.zeros((1, j))])[source] @ np.concatenate([z, np.zeros((1, j, k))])[index]
     assert found.shape == expected.shape
+    assert found.dtype == (torch.float32 if wide and dtype.startswith("float16") else a.memory.dtype)
     assert np.array_equal(found.double().numpy()[numbers], expected[numbers])
 
 

@@ -71,8 +71,8 @@ CUT = 4096
 def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any]:
     """Return a kernel as a function that imports its module, and Triton with it, only when it is called."""
 
-    def call(*arguments: Any) -> Any:
-        return get(_module(path))(*arguments, **options)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return get(_module(path))(*arguments, **options, **named)
 
     get, path = operator.attrgetter(name), f"planner.kernels.{module}"
     return call
