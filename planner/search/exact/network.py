@@ -269,15 +269,18 @@ class Network:
 
     def _find_merges(self, a: Value, b: Value) -> Iterator[Status]:
         axes_a, axes_b = self.value_axes(a), self.value_axes(b)
-        operands = a.operands | b.operands
+        operands, axes = a.operands | b.operands, axes_a | axes_b
+        before = tuple(max(pair) for pair in zip(a.status, b.status, strict=True))
+        takes = [f for f, status in enumerate(before) if status == POOL and axes & self.pools[f]]
+        rows = self._rows_of(takes)
         options: list[tuple[int, ...]] = []
         for f, (left, right) in enumerate(zip(a.status, b.status, strict=True)):
             pool = self.pools[f]
             if left == right == POOL:
                 targets = [POOL]
-                if (axes_a | axes_b) & pool:
+                if axes & pool:
                     targets.append(ROWS)
-                if (axes_a | axes_b) & (pool | self.rows[f]) and self._open(operands, f):
+                if (axes | rows) & (pool | self.rows[f]) and self._open(operands, f):
                     targets.append(SCATTER)
             elif SCATTER in (left, right):
                 if ROWS in (left, right) or left == right:
@@ -286,10 +289,20 @@ class Network:
             else:
                 targets = [ROWS, SCATTER] if self._open(operands, f) else [ROWS]
             options.append(tuple(targets))
-        before = tuple(max(pair) for pair in zip(a.status, b.status, strict=True))
         for status in _targets(options, self.few):
-            if self._closing_legal(operands, before, status):
+            # A step may add up rows that it takes itself, if all of their axes are there then.
+            met = axes | self._rows_of([f for f in takes if status[f] == ROWS])
+            adds = [f for f, (old, new) in enumerate(zip(before, status, strict=True)) if old == POOL and new == SCATTER]
+            meet = all([axes & (self.pools[f] | self.rows[f]) or not self.rows[f] & ~met for f in adds])
+            if meet and self._closing_legal(operands, before, status):
                 yield status
+
+    def _rows_of(self, factors: Iterable[int]) -> int:
+        """Return the row axes of some factors."""
+        rows = 0
+        for f in factors:
+            rows |= self.rows[f]
+        return rows
 
     # -- the spec of a step --------------------------------------------------------------------------
 
