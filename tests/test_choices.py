@@ -7,10 +7,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from planner.bench.choices import ESTIMATES, _other_rows, estimates, known_plans, main, plan_on_card  # noqa: E402
 from planner.cost.device import PRESETS  # noqa: E402
+from planner.program.forms import GroupedForm, grouped_form  # noqa: E402
 from planner.search.alternatives import alternatives  # noqa: E402
 from planner.workloads import WORKLOADS  # noqa: E402
 
-SEED = WORKLOADS["seed-gathered-matmul"]
+SEED, CONVOLUTION = WORKLOADS["seed-gathered-matmul"], WORKLOADS["sparse-convolution"]
 CARDS = [name for name, device in PRESETS.items() if device.kind == "cuda"]
 US = 1e-6
 
@@ -67,6 +68,26 @@ def test_an_index_that_is_sorted_in_the_call_costs_what_sorting_takes():
     assert rows(loose) == rows(prepared)
     # The check, the sort and its launches: 40 to 90 us more.
     assert 40 * US <= loose.cost.seconds - prepared.cost.seconds <= 90 * US
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize(("card", "dtype"), [("h200", "float32"), ("h200", "bfloat16"), ("a100", "bfloat16")])
+def test_a_convolution_multiplies_blocks_of_rows(card, dtype, prepared):
+    """Not each row by a matrix of its own: tiles would pad that to 16 rows, and read the matrix for each of them."""
+    for gradients in (False, True):
+        plan = plan_on_card(CONVOLUTION, card, dtype, prepared, gradients)
+        forms = [grouped_form(step.op.spec) for step in plan.steps if "Triton" in step.choice.lowering]
+        for form in forms:
+            assert not isinstance(form, GroupedForm) or min(form.sizes[3:]) >= 16
+
+
+@pytest.mark.parametrize("card", ["a100", "h200"])
+def test_a_convolution_and_its_gradients_are_one_step_each(card):
+    """The gradient of its rows is a convolution too. Nothing is retained."""
+    plan = plan_on_card(CONVOLUTION, card, prepared=True)
+    convolution = "rows times matrices, added up, Triton"
+    assert rows(plan) == [convolution, convolution, "taken rows times matrices, Triton"]
+    assert plan.cost.retained_bytes == 0
 
 
 def test_the_table_shows_each_choice_beside_others(capsys):

@@ -28,6 +28,12 @@ STEPS = {
     "take along a diagonal": ("q[nn]e -> ne", [(50, 70)], {"q": (60, 60)}),
     "segment sum": ("ne -> q[n]e", [(9000, 33)], {"q": (9000,)}),
     "two brackets": ("q[n]p[n]e, ne -> n", [(30, 20, 9), (800, 9)], {"q": (800,), "p": (800,)}),
+    "rows added up": ("x[pi]c, w[p]cm -> q[pi]m", [(500, 24), (9, 24, 40)], {"x": (60, 70), "w": (60,), "q": (60, 70)}),
+    "typed rows added up": (
+        "x[n]c, w[n]cm -> q[n]m",
+        [(500, 64), (9, 64, 64)],
+        {"x": (7000,), "w": (7000,), "q": (7000,)},
+    ),
     "matrices": ("bij, bjk -> bik", [(6, 150, 70), (6, 70, 310)], {}),
     "copied matrices": ("aibj, jbk -> kai", [(40, 9, 12, 30), (30, 12, 20)], {}),
     "elements": ("ijk, ki -> jik", [(90, 80, 5), (5, 90)], {}),
@@ -44,7 +50,7 @@ def ops(spec: planner.Spec, dtype: str) -> list[Op]:
 def prices(name: str, backend: str) -> list[str]:
     """For each step of one kind, what can run it on each machine: FLOPs, bytes moved, copied, scratch, picoseconds."""
     spec, shapes, indices = STEPS[name]
-    resolved = planner.resolve(spec, *shapes, sizes={"q": 400} if name == "segment sum" else None, **indices)
+    resolved = planner.resolve(spec, *shapes, sizes={"q": 400} if "-> q" in spec else None, **indices)
     table, lines = load_backend(backend).table, []
     for dtype in ("float32", "bfloat16") if backend != "numpy" else ("float32",):
         for op in ops(resolved, dtype):

@@ -8,7 +8,7 @@ a bracket shares axes with its term, as in `b q[bn] c`. Through many indices at 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

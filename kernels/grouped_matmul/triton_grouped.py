@@ -209,6 +209,7 @@ def plain_product(
         named: if given, the number of matrices of `b`, of which its table names one for each z. An entry outside of
             that range gives zeros.
         tiling: see the module.
+        places: if given, the inner position in `a` of each z and m, `(z * m,)`; a negative one gives zeros.
     """
     batch, m, n, k = sizes
     if batch * m * n:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -48,7 +48,7 @@ class Groups:
     drops: bool = True
     poisons: bool = False
     longest: int | None = None
-    _tasks: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def row_numbers(self) -> Tensor:
@@ -62,33 +62,47 @@ class Groups:
 
     def tasks(self, inner: int, step: int, drops: bool, empty: bool) -> Any:
         """Return the groups cut into tasks for a kernel, see `planner.kernels.grouping.triton_grouping.cut_tasks`."""
-        # Another stream would not wait for the table. A graph that is captured fills its own each time it is replayed.
-        key = inner, step, drops, empty, _launches().place_of(self.offsets)
-        tasks = self._tasks.get(key)
-        if tasks is None:
-            cut = _triton().cut_tasks
-            tasks = cut(self.offsets, self.rows, self.size, inner, step, drops, empty)
-            if self.longest is not None and self.longest * inner <= step:
-                tasks = tasks._replace(slots=0)
-            if not (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._tasks[key] = tasks
-        return tasks
+
+        def cut() -> Any:
+            tasks = _triton().cut_tasks(self.offsets, self.rows, self.size, inner, step, drops, empty)
+            is_whole = self.longest is not None and self.longest * inner <= step
+            return tasks._replace(slots=0) if is_whole else tasks
+
+        return self._kept((inner, step, drops, empty), cut)
 
     def split(self, inner: int) -> Groups:
-        """Return the sorted order of parts of the rows: each row is `inner` parts, which follow one another."""
+        """Return the sorted order of parts of the rows: each row is `inner` parts, which follow one another.
+
+        A prepared index keeps it. Otherwise it would stay until the backward pass.
+        """
+
+        def make() -> Groups:
+            order, longest = self.order, self.longest
+            if order is not None:
+                order = (order.long().unsqueeze(1) * inner + torch.arange(inner, device=order.device)).reshape(-1)
+            return replace(
+                self,
+                order=order,
+                offsets=self.offsets.long() * inner,
+                rows=self.rows * inner,
+                longest=None if longest is None else longest * inner,
+                _made={},
+            )
+
         if inner == 1:
             return self
-        order, longest = self.order, self.longest
-        if order is not None:
-            order = (order.long().unsqueeze(1) * inner + torch.arange(inner, device=order.device)).reshape(-1)
-        return replace(
-            self,
-            order=order,
-            offsets=self.offsets.long() * inner,
-            rows=self.rows * inner,
-            longest=None if longest is None else longest * inner,
-            _tasks={},
-        )
+        return make() if self.longest is None else self._kept((inner,), make)
+
+    def _kept(self, about: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what was made for the current stream before, or make it."""
+        # Another stream would not wait for it. A graph that is captured makes its own each time it is replayed.
+        key = *about, _launches().place_of(self.offsets)
+        made = self._made.get(key)
+        if made is None:
+            made = make()
+            if not (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._made[key] = made
+        return made
 
 
 def group_rows(index: Tensor, size: int, check: Any = None, drops: bool = True) -> Groups:

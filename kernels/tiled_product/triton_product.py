@@ -212,9 +212,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             total = joined(total, low, PRECISION)
             if (a_outer_table is not None) if MODE == "rows" else (order is not None):
                 total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
-            if MODE == "rows":
-                if DROPS == 2:
-                    total = tl.where(group < groups - 1, total, float("nan"))
+            if MODE == "rows" and DROPS == 2:
+                total = tl.where(group < groups - 1, total, float("nan"))
             out_n = position(n, out_column_table, n_there, INDEX) * out_column
             tl.store(
                 out + out_m[:, None] + out_n[None, :],

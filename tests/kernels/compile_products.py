@@ -87,7 +87,9 @@ def launch(sizes, dtype, tiling, sorted_already):
     triton_grouped.grouped_matmul(a, c, groups, tiling=tiling)
     triton_grouped.grouped_gradients(b, a, c, groups, tiling=tiling)
     if i >= 64:
-        triton_grouped.chosen_matmul(a, c, torch.zeros(n, dtype=torch.int32), tiling=tiling)
+        index, source = torch.zeros(n, dtype=torch.int32), torch.zeros(n * i, dtype=torch.int64)
+        triton_grouped.chosen_matmul(a, c, index, tiling=tiling)
+        triton_grouped.chosen_rows(a.flatten(0, 1), c, index, i, source, wide=True)
     x, y, z = a.flatten(1).T, torch.empty(i * j, k, dtype=a.dtype), torch.empty(n, k, dtype=a.dtype).T
     triton_grouped.batched_matmul(x.T, y, z.T, [[[], [0], [1]], [[], [0], [1]], [[], [0], [1]]], tiling)
 

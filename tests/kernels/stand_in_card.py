@@ -163,6 +163,24 @@ def seed_prepared():
     }
 
 
+def convolution():
+    """A convolution by offsets and both its gradients, with prepared index arrays."""
+    x, w, indices = torch.ones(87_680, 64).requires_grad_(), torch.ones(27, 64, 64).requires_grad_(), {}
+    for name, size, shape in (("x", 87_680, (4529, 128)), ("w", 27, (4529,)), ("o", 87_680, (4529, 128))):
+        q = torch.randint(0, size, shape)
+        indices[name] = planner.group(q, size)
+        indices[name].longest = int(q.flatten().bincount().max())  # no kernel ran here that could tell
+    plan = planner.plan("x[pi]c, w[p]cm -> o[pi]m", x, w, sizes={"o": 87_680}, device=H200, **indices)
+    result = plan(x, w, **indices)
+    gradient = torch.ones(result.shape)
+
+    def backward():
+        return torch.autograd.grad(result, (x, w), gradient, retain_graph=True)
+
+    backward()  # makes tables
+    return [str(plan).count("added up"), launches_of(lambda: plan(x, w, **indices)), launches_of(backward)]
+
+
 def seed_sorted():
     a, c, q = operands(512, 8, 16)
     found = {}

@@ -42,7 +42,7 @@ def stand_in():
     reused = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
-    names = ["seed_prepared", "seed_sorted", "replayed", "aligned", "unprepared", "places", "told"]
+    names = ["seed_prepared", "convolution", "seed_sorted", "replayed", "aligned", "unprepared", "places", "told"]
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -72,6 +72,14 @@ def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
     few = ["count_kernel", "place_kernel", "scatter_kernel", *product]
     many = ["check_kernel", "starts_kernel", *product, "sort"]
     assert stand_in["unprepared"] == {"2048": [few, few, apart], "5000": [many, many, walk]}
+
+
+def test_a_convolution_launches_two_kernels(stand_in):
+    """Its products, and their sums; so does the gradient of its rows. That of its matrices adds up parts of sums."""
+    twice, forward, backward = stand_in["convolution"]
+    assert twice == 2
+    assert forward == ["product_kernel", "sum_kernel"]
+    assert backward == [*forward, "product_kernel", "add_parts_kernel"]
 
 
 def test_replayed_calls_read_their_own_arrays(stand_in):

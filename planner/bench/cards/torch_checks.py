@@ -58,6 +58,8 @@ class TorchChecks:
             yield f"scores {dtype}", partial(self.scores, dtype)
             yield f"gradients {dtype}", partial(self.pooled_gradients, dtype)
             yield f"sums of rows {dtype}", partial(self.sums, dtype)
+            for inner in (3, 70):
+                yield f"rows that are taken, {inner} a matrix, {dtype}", partial(self.taken, dtype, inner)
             yield f"products of axes that lie apart {dtype}", partial(self.batched, dtype)
         yield "repeated", partial(self.repeated, 3 if self.smoke else 100)
 
@@ -117,6 +119,19 @@ class TorchChecks:
         triton_sum.sum_rows(source, target, k * d, group_rows(q.to(self.place), g))
         wanted = torch.zeros(g + 1, k, d, dtype=torch.float64).index_add_(0, q, x.cpu().double().transpose(0, 1))
         return _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
+
+    def taken(self, dtype: str, inner: int) -> str:
+        """Compare products of rows that are taken and dropped, each with the matrix of its block, with exact ones."""
+        from planner.kernels.grouped_matmul import triton_grouped
+
+        torch, (n, rows, j, k, g) = self.torch, (4, 9, 20, 33, 3) if self.smoke else (900, 5_000, 64, 80, 27)
+        a, c = self.integers(rows, j, dtype=dtype), self.integers(g, j, k, dtype=dtype)
+        index, source = torch.randint(0, g + 1, (n,)), torch.randint(-1, rows, (n, inner))
+        self.poison()
+        given = index.to(self.place), inner, source.reshape(-1).to(self.place)
+        found = triton_grouped.chosen_rows(a, c, *given, wide=True)
+        left, right = (torch.nn.functional.pad(x.cpu().double(), [*[0, 0] * (x.ndim - 1), 0, 1]) for x in (a, c))
+        return _difference(torch, found, (left[source] @ right[index]).to(found.dtype))
 
     def batched(self, dtype: str) -> str:
         """Compare a product of arrays whose axes cannot be joined to one stride with an exact one."""

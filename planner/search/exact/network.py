@@ -292,7 +292,9 @@ class Network:
         for status in _targets(options, self.few):
             # A step may add up rows that it takes itself, if all of their axes are there then.
             met = axes | self._rows_of([f for f in takes if status[f] == ROWS])
-            adds = [f for f, (old, new) in enumerate(zip(before, status, strict=True)) if old == POOL and new == SCATTER]
+            adds = [
+                f for f, (old, new) in enumerate(zip(before, status, strict=True)) if old == POOL and new == SCATTER
+            ]
             meet = all([axes & (self.pools[f] | self.rows[f]) or not self.rows[f] & ~met for f in adds])
             if meet and self._closing_legal(operands, before, status):
                 yield status
