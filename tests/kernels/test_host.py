@@ -353,12 +353,24 @@ def test_two_cards():
     assert torch.equal(result, a @ c[q])
 
 
-def test_what_is_nan_stays_nan_after_the_error(card):
-    """Two index arrays, of which one is bad: the error is raised between the passes, and once."""
+@pytest.mark.parametrize(
+    ("spec", "shape", "row"),
+    [
+        ("x[n]j, w[n]jk -> nk", (40,), "taken rows times matrices, Triton"),
+        ("x[n]j, w[n]jk -> d[n]k", (40,), "rows times matrices, added up, Triton"),
+        ("x[ni]j, w[n]jk -> d[ni]k", (3, 70), "rows times matrices, added up, Triton"),
+    ],
+)
+def test_what_is_nan_stays_nan_after_the_error(card, spec, shape, row):
+    """Of several index arrays one is bad: the error is raised between the passes, and once."""
     rows, matrices = torch.ones(7, 3, requires_grad=True), torch.ones(4, 3, 5, requires_grad=True)
-    for bad, good in (("x", "w"), ("w", "x")):
-        indices = {bad: torch.zeros(40, dtype=torch.int64), good: torch.zeros(40, dtype=torch.int64)}
-        plan = planner.plan("x[n]j, w[n]jk -> nk", rows, matrices, **indices, device=CHEAP)
+    names = [name for name in "xwd" if f"{name}[" in spec]
+    for bad in names:
+        shapes = {name: shape[:1] if name == "w" else shape for name in names}
+        indices = {name: torch.zeros(size, dtype=torch.int64) for name, size in shapes.items()}
+        sizes = {"d": 6} if "d" in names else None
+        plan = planner.plan(spec, rows, matrices, sizes=sizes, **indices, device=CHEAP)
+        assert plan.steps[0].choice.lowering == row
         indices[bad][2] = 9
         result = plan(rows, matrices, **indices)
         with pytest.raises(planner.IndexRangeError, match=f"'{bad}'"):
