@@ -41,7 +41,7 @@ from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.network import Network
 from planner.search.paths import splits_of
-from planner.search.space import OPTIMAL, SearchSpace
+from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
 from planner.testing.reference import reference
 
@@ -541,7 +541,7 @@ def test_a_path_fed_back_gives_the_same_tree(case, objective):
     assert figure(again.cost, objective) <= figure(plan.cost, objective)
     if plan.gap == 0:
         assert figure(again.cost, objective) == figure(plan.cost, objective)
-    if plan.gap == 0 and not any(case.requires_grad):
+    if plan.gap == 0 and objective in ADDITIVE and not any(case.requires_grad):  # peaks are often equal
         assert again.tree == plan.tree
 
 

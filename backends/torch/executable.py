@@ -23,7 +23,7 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, gather_of
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
@@ -138,10 +138,10 @@ class Executable:
     def _symbol(self, entry: str | Gather) -> int:
         """Return the symbol of an axis or a gathered dimension. A derived spec may have a batch axis in its gathers."""
         assert self.sizes is not None
-        if not isinstance(entry, Gather):
+        if (gather := gather_of(entry)) is None:
             return self.sizes[entry]
-        sizes = [own.size for own in self.gathers.values() if own.array == entry.array]
-        return next(size for size in sizes if size is not None and hint(size) == entry.size)
+        sizes = [own.size for own in self.gathers.values() if own.array == gather.array]
+        return next(size for size in sizes if size is not None and hint(size) == gather.size)
 
     @cached_property
     def only_views(self) -> bool:
@@ -421,7 +421,7 @@ class Executable:
             axes.update(zip(term, x.shape, strict=True))
         for gather in spec.gathers:
             axes.update(zip(gather.axes, indices[gather.array].shape, strict=True))
-        return tuple(self._symbol(e) if isinstance(e, Gather) else axes[e] for e in spec.output)
+        return tuple(axes[e] if gather_of(e) is None else self._symbol(e) for e in spec.output)
 
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""

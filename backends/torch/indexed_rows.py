@@ -21,7 +21,7 @@ from planner.backends.torch.ops import OPS, is_recorded, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.layout import row_major
 from planner.language.cached import cached_by_step
-from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.calls import shape_in, size_in
 from planner.program.ops import Op
 
@@ -146,7 +146,7 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     """Return how torch reads and writes rows, such as those of `s[e]c`, or of `s[e]d[e]`."""
     gathers = term_gathers(term)
     (first, *others), rows, rank = gathers, term_axes(gathers), len(gathers[0].axes)
-    dims = [d for d, e in enumerate(term) if isinstance(e, Gather)]
+    dims = [d for d, e in enumerate(term) if e in gathers]
     order = [*dims, *(d for d in range(len(term)) if d not in dims)]
     arranged: Term = tuple(term[d] for d in order)
     back = [order.index(d) for d in range(len(term))]

@@ -9,7 +9,7 @@ from planner.cost.figures import Cost
 from planner.cost.layout import layout_of
 from planner.language.dtypes import itemsize
 from planner.language.resolve import shorten
-from planner.language.spec import term_gathers
+from planner.language.spec import plain_axes, term_gathers
 from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.plan import NAIVE, Loop, PlanRecord
@@ -144,8 +144,8 @@ def _symbol_lines(plan: PlanRecord) -> list[str]:
 def _summed_lines(plan: PlanRecord) -> list[str]:
     """Return a line about each axis that stands in one bracket and nowhere else: it may be a typo."""
     entries = [entry for term in plan.resolved.spec.terms for entry in term]
-    gathers = {entry for entry in entries if not isinstance(entry, str)}
-    places = [axis for gather in gathers for axis in set(gather.axes)] + [e for e in entries if isinstance(e, str)]
+    gathers = {*term_gathers(tuple(entries))}
+    places = [axis for gather in gathers for axis in set(gather.axes)] + [*plain_axes(entries)]
     written = term_gathers(plan.resolved.spec.output)
     lonely = sorted({axis for gather in gathers - {*written} for axis in gather.axes if places.count(axis) == 1})
     return [f"  {axis} stands in one bracket only: the rows that it reads are summed" for axis in lonely]

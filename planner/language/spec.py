@@ -24,6 +24,7 @@ __all__ = [
     "Spec",
     "Term",
     "axis_of",
+    "entry_axes",
     "gather_of",
     "is_axis",
     "is_letter",
@@ -97,7 +98,7 @@ def term_axes(term: Term) -> tuple[str, ...]:
     """Return all axes of a term in order of appearance, each once. Axes in brackets count."""
     seen: dict[str, None] = {}
     for entry in term:
-        for axis in entry.axes if isinstance(entry, Gather) else (entry,):
+        for axis in entry_axes(entry):
             seen[axis] = None
     return tuple(seen)
 
@@ -115,6 +116,11 @@ def axis_of(entry: str | Gather) -> str | None:
 def gather_of(entry: str | Gather) -> Gather | None:
     """Return the gather that an entry of a term is; None for an axis."""
     return entry if isinstance(entry, Gather) else None
+
+
+def entry_axes(entry: str | Gather) -> tuple[str, ...]:
+    """Return the axes of an entry of a term: itself, or those in its bracket."""
+    return entry.axes if isinstance(entry, Gather) else (entry,)
 
 
 @_cached_by_term

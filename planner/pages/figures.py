@@ -14,6 +14,7 @@ from planner.cost.figures import StepCost
 from planner.inspect.analysis import Analysis, AnalyzedStep
 from planner.inspect.text import equation, lowered_to
 from planner.language.errors import PlannerError
+from planner.language.spec import term_gathers
 from planner.language.units import bytes_text
 from planner.program.ops import Cast, Guard
 from planner.program.plan import Loop, PlanRecord
@@ -87,7 +88,7 @@ def graph_of(plan: PlanRecord) -> Graph:
             nodes.append(Node(f"{name}{letter}", "index", letter, f"index array, {_sizes(shape)}"))
             edges.append(Edge(f"{name}{letter}", name, letter, 8 * math.prod(shape), gathers=True))
         for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
-            gathers = any(not isinstance(entry, str) for entry in term)
+            gathers = bool(term_gathers(term))
             kept = variable in step.keeps
             edges.append(Edge(made_by[variable], name, _term(term), variables[variable].bytes, kept, gathers))
         nodes.append(Node(name, _kind(step), equation(step), lowered_to(step)))

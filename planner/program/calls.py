@@ -141,7 +141,7 @@ class SizeReader:
             *((self.count + self.names.index(gather.array), gather.axes) for gather in spec.gathers),
         ]
         self.output = spec.output
-        self.written = {e.array: e for e in spec.output if isinstance(e, Gather)}
+        self.written = {gather.array: gather for gather in term_gathers(spec.output)}
         self.read = {gather.array: gather for term in spec.inputs for gather in term_gathers(term)}
         self.pools = {axis: gather for gather, axis in zip(spec.gathers, pool_letters(spec), strict=True)}
         # Axes of which nothing is left but a dimension of size 1 that is broadcast.
@@ -173,9 +173,8 @@ class SizeReader:
         if given is None:
             return []
         by_letter = given.items() if isinstance(given, Mapping) else zip(self.output, given, strict=True)
-        return [
-            ((self.written.get(e) or self.read.get(e) or e) if isinstance(e, str) else e, size) for e, size in by_letter
-        ]
+        named: dict[Any, Gather] = {**self.read, **self.written}
+        return [(named.get(entry, entry), size) for entry, size in by_letter]
 
     def member(
         self,

@@ -11,7 +11,7 @@ from planner.language.derive import resize_spec
 from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand, is_symbol, stand_in
+from planner.language.spec import Gather, Operand, gather_of, is_symbol, stand_in
 from planner.language.split import Entry, Placement
 
 __all__ = ["Contraction", "OnMesh", "at_numbers"]
@@ -60,7 +60,7 @@ class Contraction:
         """The sizes of the output's axes and scattered dimensions by letter, but for symbolic ones."""
         symbolic = {name for name, _, _ in self.symbols}
         return {
-            entry.array if isinstance(entry, Gather) else entry: self.resolved.spec.size(entry)
+            gather.array if (gather := gather_of(entry)) else str(entry): self.resolved.spec.size(entry)
             for entry in self.resolved.spec.output
             if str(entry) not in symbolic
         }
@@ -105,7 +105,7 @@ def at_numbers(contraction: Contraction) -> Contraction:
         return contraction
     if (contraction.options.memory_limit, contraction.options.retain_limit) != (None, None):
         entry, size = next(iter(symbols.items()))
-        what = f"the dimension {entry}" if isinstance(entry, Gather) else f"axis {entry!r}"
+        what = f"the dimension {entry}" if gather_of(entry) else f"axis {entry!r}"
         raise PlannerError(
             f"memory_limit= and retain_limit= are bytes, but {what} has the symbolic size {size}: leave the limits out "
             "(minimize='peak' and minimize='retained' work), or export at a size that is a number"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from planner.language.cached import cached_by_step
-from planner.language.spec import Gather, Spec, plain_axes, term_axes, term_gathers
+from planner.language.spec import Gather, Spec, entry_axes, plain_axes, term_axes, term_gathers
 
 __all__ = [
     "GroupedForm",
@@ -398,7 +398,7 @@ class SummedForm:
 def summed_form(spec: Spec) -> SummedForm | str:
     """Return a step as a grouped product whose rows are added up, or the reason why it is none."""
     targets = term_gathers(spec.output)
-    axes = [a for e in spec.output for a in (e.axes if isinstance(e, Gather) else (e,))]
+    axes = [axis for entry in spec.output for axis in entry_axes(entry)]
     if len(targets) == 1 and len(spec.inputs) == 2:
         form = _product_of_rows(Spec(spec.inputs, tuple(axes), spec.sizes))
         if form is not None and targets[0].axes == (*form.product.rows_a, *form.product.inner):

@@ -18,7 +18,7 @@ from planner.cost.figures import Cost, PlanCost
 from planner.cost.objective import step_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather, Term, indexed_dims, pool_letters
+from planner.language.spec import Term, gather_of, indexed_dims, pool_letters
 from planner.language.split import (
     Entry,
     Placement,
@@ -241,7 +241,8 @@ def exchange_pricer(contraction: Contraction) -> Callable[[Op], int] | None:
     gathers = local_gathers(whole, split)
     parts: dict[Entry, int] = {}
     for entry, count in split.items():
-        parts[gathers[entry] if isinstance(entry, Gather) else entry] = count
+        gather = gather_of(entry)
+        parts[entry if gather is None else gathers[gather]] = count
     # Before its rows are taken, the dimension of a pool is an axis with a letter of its own.
     for own, letter in zip(gathers.values(), pool_letters(contraction.resolved.spec), strict=True):
         parts[letter] = parts.get(own, 1)

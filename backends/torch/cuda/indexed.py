@@ -35,7 +35,7 @@ from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.segment_sum import WINDOW
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Spec, Term, term_gathers
 from planner.program.forms import RowsForm, SummedForm, TakenForm, rows_form, summed_form, taken_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
@@ -81,7 +81,7 @@ def _tables(op: Op, form: RowsForm) -> int:
     """Return the bytes of tables of positions: of rows, and of columns, that have no single stride."""
     needed = 0
     for term, layout in zip(op.spec.terms, (*(op.layouts or (None,) * len(op.spec.inputs)), None), strict=True):
-        rows = [e for e in term if isinstance(e, Gather)] or form.rows
+        rows = term_gathers(term) or form.rows
         columns = [e for e in form.columns if e in term]
         # Each table is computed from two more.
         if not flattens(term, layout, [rows], op.spec):
