@@ -493,6 +493,9 @@ def test_gradients_of_rows_that_no_index_names_stay_zero(engine, sample):
         Problem("nj, jk, q[n]k -> n", ((4, 3), (3, 3), (6, 3)), indices={"q": np.array([1, 2, 2, 4])}, seed=seed)
         for seed in range(3)
     ]
+    # Of the index array of one bracket the diagonal is read only.
+    diagonal = {"q": np.array([[0, 0], [1, 0]])}
+    pinned.append(Problem("q[ab] a, q[bb] a, a, a -> ", ((2, 2), (2, 2), (2,), (2,)), indices=diagonal))
     drawn = exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",))
 
     def note(floors, problem):

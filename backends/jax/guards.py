@@ -226,6 +226,8 @@ def compares_rows(term: Term, spec: Spec) -> bool:
     gathers = term_gathers(term)
     if len(gathers) != 1 or term.count(gathers[0]) > 1 or set(row_axes(term)) & set(term):
         return False
+    if len(set(gathers[0].axes)) < len(gathers[0].axes):  # only the diagonal of the index array is read
+        return False
     count = largest(math.prod(spec.shape(gathers[0].axes)) * (gathers[0].size or 0))
     return count is not None and count <= FEW_PAIRS
 
