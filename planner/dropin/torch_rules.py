@@ -141,7 +141,7 @@ def _planned(
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
         if unchanged and few and set(spec) <= _EINSUM_TEXT:
             finish = _by_einsum(spec)
-            return sys.modules["torch"]._C._VariableFunctions.einsum(spec, operands), finish
+            return finish(lambda *_: result)(operands, {}), finish
         if not (has_private_sum(asked) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
             return result, finish
     if not _is_row_major(asked):

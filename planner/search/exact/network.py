@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from planner.language.cached import cached_by_step
-from planner.language.spec import Spec, Term, entry_axes, gather_of, pool_letters, replace_gathers
+from planner.language.spec import Spec, Term, entry_axes, pool_letters, replace_gathers
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
 
@@ -106,7 +106,7 @@ class Network:
         order: dict[str, None] = {}
         for leaf, term in ((self.result, spec.output), *zip(self.leaves, spec.inputs, strict=True)):
             for axis, entry in zip(leaf, term, strict=True):
-                order.update(dict.fromkeys((axis, *entry_axes(entry)) if gather_of(entry) else (axis,)))
+                order.update(dict.fromkeys((axis, *entry_axes(entry))))
         self.axes = tuple(order)
         self._bit = {axis: 1 << i for i, axis in enumerate(self.axes)}
         self.wide = self.mask([axis for axis in self.axes if sizes[axis] != 1])
