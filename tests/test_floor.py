@@ -7,7 +7,7 @@ import random
 
 import pytest
 from conftest import examples, installed_frameworks
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from laws import Floors, plan_of
 
@@ -24,10 +24,10 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 from planner.search.bounds import least_of_naive
 from planner.search.choose import naive_plan
-from planner.search.exact.graph import unpack
+from planner.search.exact.graph import Edge, unpack
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
-from planner.search.exact.network import Network
+from planner.search.exact.network import Network, Value
 from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.exact.vectors import VectorListing
 from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace, fused_terms, kernel_launches
@@ -95,7 +95,7 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     bounds = Bounds(objective, device, dtype, gradient_operands, True, kernels, fused, more)
     search = LazySearch(steps, lower, bounds, OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
-    search.values = values
+    search.value_of = values.__getitem__
     for edge in edges:
         if not edge.priced:
             least = unpack(edge.key)
@@ -135,6 +135,50 @@ def test_products_that_a_key_leaves_out_are_not_the_best(op, backend, device, ob
         assert min(some, key=lambda c: key(c.cost)) == min(every, key=lambda c: key(c.cost))
 
 
+def free_leaves(operands):
+    """What reading operands adds to the score, by the numbers of the values: nothing."""
+    return {1 << operand: 0 for operand in range(operands)}
+
+
+@pytest.mark.parametrize("objective", ADDITIVE)
+@settings(max_examples=examples(60, 2000))
+@given(problems(min_operands=2, max_operands=5), st.sampled_from(installed_frameworks()), DEVICES, st.data())
+def test_numpy_lists_and_bounds_the_steps_of_gathers_that_are_listed_one_by_one(objective, case, backend, device, data):
+    shapes = {name: index.shape for name, index in case.indices.items()}
+    spec = resolve_shapes(case.spec, case.shapes, shapes, case.sizes).spec
+    network = Network(resized(spec, lambda: max(1, data.draw(SIZES))))
+    assume(1 <= len(network.gathers) <= 2)
+    table = load_backend(backend).table
+    requires = data.draw(st.tuples(*[st.booleans()] * len(spec.inputs)))
+    gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
+    kernels, fused = kernel_launches(table, device), fused_terms(table, device)
+    more = table.more if device.kind == "cpu" else None
+    bounds = Bounds(objective, device, "float32", gradient_operands, True, kernels, fused, more)
+    operands = len(network.leaves)
+
+    def reads(operand):
+        yield network.open, Edge(1 << operand, (), 0)
+
+    values, edges = list_edges(network, reads, all_splits, bounds, OPTIMAL.listed)
+    root = Value(network.everything, network.final)
+    # Some values lead to no result: numpy drops the steps that read them.
+    one_by_one, leading = {}, {root}
+    for edge in reversed(edges):
+        result, children = values[edge.result], sorted(values[child] for child in edge.children)
+        if children and result in leading:
+            leading |= {*children}
+            one_by_one[result, *children] = unpack(edge.key)[0]
+    listing = VectorListing(network, free_leaves(operands), bounds, limit=float("inf"))
+    assert listing.value(listing.root) == root == listing.value(listing.best_steps()[-1][0])
+    listing.drop_worse(10**300)
+    at_once = {
+        (listing.value(edge.result), *sorted(map(listing.value, edge.children))): unpack(edge.key)[0]
+        for edge in listing.edges()
+    }
+    assert at_once.keys() == one_by_one.keys()
+    assert all(abs(least - one_by_one[step]) <= 2 + 1e-12 * least for step, least in at_once.items())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_product_of_torch_takes_less_than_its_views_say(seed):
     """Operands lie in any order of memory, and have axes of size 1; numpy bounds steps as numbers are bounded."""
@@ -158,7 +202,7 @@ def test_no_product_of_torch_takes_less_than_its_views_say(seed):
         assert search.bounds.more is not None
         edges = list_plain_edges(space.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
         products = {(edge.result, *edge.children): edge for edge in edges if len(edge.children) == 2}
-        listing = VectorListing(space.network, [0] * 4, search.bounds, limit=float("inf"))
+        listing = VectorListing(space.network, free_leaves(4), search.bounds, limit=float("inf"))
         listing.drop_worse(10**18)
         bounded = {(edge.result, *edge.children): unpack(edge.key)[0] for edge in listing.edges()}
         assert bounded.keys() == products.keys()
@@ -178,7 +222,7 @@ def test_steps_of_trees_within_a_limit_are_all_listed(backend, objective):
         spec, shapes, _ = dense(operands, draw)
         stand_ins = [planner.Operand(shape, requires_grad=draw.random() < 0.4) for shape in shapes]
         space = SearchSpace(planner.plan(spec, *stand_ins, backend=backend, optimize="greedy").contraction)
-        arguments = (space.network, [0] * operands, space.step_bounds(objective))
+        arguments = (space.network, free_leaves(operands), space.step_bounds(objective))
         everything, guess = VectorListing(*arguments, limit=float("inf")), VectorListing(*arguments)
         assert guess.least == everything.least <= guess.limit
         for limit in (everything.least, 1.2 * everything.least, guess.limit):

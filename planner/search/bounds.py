@@ -72,7 +72,7 @@ def least_of_loops(space: SearchSpace, objective: str) -> float:
     )  # fmt: skip
     # A slice may have fewer axes, and take no views.
     bounds = dataclasses.replace(bounds, device=device, more=None)
-    listing = VectorListing(space.network, [0] * len(space.operands), bounds)
+    listing = VectorListing(space.network, {1 << operand: 0 for operand in range(len(space.operands))}, bounds)
     return listing.least * (1e-12 if objective == "time" else 1)
 
 

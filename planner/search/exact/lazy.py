@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.language.spec import Spec
@@ -25,12 +25,12 @@ from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
-from planner.search.exact.vectors import VectorListing
+from planner.search.exact.vectors import VectorListing, number_of
 
 __all__ = ["LazySearch", "Stop"]
 
-# From so many operands on, steps are listed by numpy, if there are no gathers.
-VECTOR_OPERANDS = 5
+# From so many operands on, steps are listed by numpy, if there are at most so many index arrays.
+VECTOR_OPERANDS, VECTOR_GATHERS = 5, 2
 # After so many prices, steps that differ in the names of axes share one. The chosen steps are priced by their own names
 # when the programs are built, which small searches can do without.
 FEW_PRICED = 24
@@ -84,8 +84,8 @@ class LazySearch:
         self.interrupted = False
         # See `has_below`.
         self.wanted: int | None = None
-        # The values by number; None where the number of a value is its set of operands.
-        self.values: list[Value] | None = None
+        # Returns the value of a number. Without gathers that is its set of operands.
+        self.value_of: Callable[[int], Value] = lambda number: Value(number, ())
 
     def run(self, splits: Splits | None = None) -> SearchResult:
         """Return the best tree over the given splits of the operands, or over all; or the best so far.
@@ -130,30 +130,40 @@ class LazySearch:
         return self._search_listed(splits or all_splits)
 
     def _uses_vectors(self) -> bool:
-        """Whether numpy lists the steps: if there are many, without gathers, and all sizes can be divided by."""
+        """Whether numpy lists the steps: if there are many, of few index arrays, and all sizes can be divided by."""
         network = self.network
         many = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63
-        return many and not network.gathers and self.bounds.hold and 0 not in network.sizes.values()
+        few = len(network.gathers) <= VECTOR_GATHERS
+        return many and few and self.bounds.hold and 0 not in network.sizes.values()
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
         listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed, self.stop.deadline)
         if not self.network.gathers:
             return self._solve(StepGraph(list_plain_edges(*listed), self.network.everything), None)
-        self.values, edges = list_edges(*listed)
-        return self._solve(StepGraph(edges, self.values.index(self.steps.final)), None)
+        values, edges = list_edges(*listed)
+        self.value_of = values.__getitem__
+        return self._solve(StepGraph(edges, values.index(self.steps.final)), None)
 
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
-        leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
-        reads, priced = [edge.key for edge in leaves], dict[tuple[int, int], Edge]()
+        leaves: dict[int, Edge] = {}
+        operands = len(self.network.leaves)
+        for operand in range(operands):
+            for status, edge in self._leaf_edges(operand):
+                edge.result = number_of(Value(1 << operand, status), operands)
+                if edge.result not in leaves or edge.key < leaves[edge.result].key:
+                    leaves[edge.result] = edge
+        priced = {(number, 0, 0): edge for number, edge in leaves.items()}
         limit = None if self.wanted is None else float(self.wanted)
         while True:
+            reads = {number: edge.key for number, edge in leaves.items()}
             listing = VectorListing(self.network, reads, self.bounds, self.stop.deadline, limit)
+            self.value_of = listing.value
             if self.wanted is not None and listing.least >= self.wanted:
                 bound = pack((self.wanted, 0, 0, 0))
                 return [], bound, bound
-            edges = [*leaves, *self._price_splits(listing.best_splits(), priced)]
+            edges = self._price_steps(listing.best_steps(), priced)
             key = sum(edge.key for edge in edges)
             if first_of(key) <= listing.limit or self.wanted is not None:
                 break
@@ -161,43 +171,44 @@ class LazySearch:
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
         if left_over > MOST_EDGES:
-            left_over = listing.put_prices({split: first_of(edge.key) for split, edge in priced.items()}, first_of(key))
+            left_over = listing.put_prices({step: first_of(edge.key) for step, edge in priced.items()}, first_of(key))
         try:
             while True:
                 bound = pack((int(listing.least), 0, 0, 0))
-                if self._ends(key, bound, left_over - len(priced)):
+                if self._ends(key, bound, left_over + len(leaves) - len(priced)):
                     return edges, key, min(bound, key)
-                unpriced = [split for split in listing.best_splits() if split not in priced]
+                unpriced = [step for step in listing.best_steps() if step not in priced]
                 if left_over <= MOST_EDGES or not unpriced:
                     break
-                tree = self._price_splits(listing.best_splits(), priced)
-                total = sum(edge.key for edge in (*leaves, *tree))
+                tree = self._price_steps(listing.best_steps(), priced)
+                total = sum(edge.key for edge in tree)
                 if total < key:
-                    edges, key = [*leaves, *tree], total
-                left_over = listing.put_prices(
-                    {split: first_of(priced[split].key) for split in unpriced}, first_of(key)
-                )
+                    edges, key = tree, total
+                left_over = listing.put_prices({step: first_of(priced[step].key) for step in unpriced}, first_of(key))
         except KeyboardInterrupt:
             self.interrupted = True
             return edges, key, min(bound, key)
-        listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
-        graph = StepGraph([*leaves, *listed], self.network.everything)
-        edges, key, bound = self._solve(graph, (edges, key))
+        listed = [priced.get((edge.result, *edge.children, 0)[:3], edge) for edge in listing.edges()]
+        everything = self.network.everything
+        listed = sorted([*leaves.values(), *listed], key=lambda edge: ((edge.result & everything).bit_count(), edge.result))
+        edges, key, bound = self._solve(StepGraph(listed, listing.root), (edges, key))
         return edges, key, bound if cut is None else min(bound, pack((cut, 0, 0, 0)))
 
-    def _price_splits(self, splits: Sequence[tuple[int, int]], priced: dict[tuple[int, int], Edge]) -> list[Edge]:
-        """Return the steps of a tree, with their prices, from the sets that they compute and the first parts of these.
+    def _price_steps(
+        self, steps: Sequence[tuple[int, int, int]], priced: dict[tuple[int, int, int], Edge]
+    ) -> list[Edge]:
+        """Return the steps of a tree, with their prices, from the values that each computes and reads.
 
         Args:
-            splits: the sets and parts.
+            steps: the values; see `VectorListing.best_steps`.
             priced: the steps that are priced already; the others are added.
         """
-        for union, left in splits:
-            if (union, left) not in priced:
-                edge = Edge(union, (left, union ^ left), 0)
+        for result, left, right in steps:
+            if (result, left, right) not in priced:
+                edge = Edge(result, (left, right) if right else (left,), 0)
                 self._price_edge(edge)
-                priced[union, left] = edge
-        return [priced[split] for split in splits]
+                priced[result, left, right] = edge
+        return [priced[step] for step in steps]
 
     def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""
@@ -292,13 +303,10 @@ class LazySearch:
             take.tree, take.priced = Node(op.with_layouts(()), (tree,)), True
             yield status, take
 
-    def _value(self, number: int) -> Value:
-        return Value(number, ()) if self.values is None else self.values[number]
-
     def _price_edge(self, edge: Edge) -> None:
         """Put the price of an edge in the place of its lower bound."""
-        inputs = tuple(map(self._value, edge.children))
-        edge.op = self.steps.step(inputs, self._value(edge.result))
+        inputs = tuple(map(self.value_of, edge.children))
+        edge.op = self.steps.step(inputs, self.value_of(edge.result))
         edge.key, edge.priced = self.price(edge.op, [value.operands for value in inputs]), True
 
     def _build(self, edges: Sequence[Edge]) -> Tree:

@@ -16,7 +16,8 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
-from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
+from planner.search.exact.network import Network, Status, Value
+from planner.search.exact.sizes import StepSizes, row_launches, sizes_of
 from planner.search.exact.steps import NETWORK, Orders, SearchEnded, Splits, all_splits, ascending, order_of
 
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
@@ -248,6 +249,14 @@ def _launches_of(
     return launches_of(launches, terms, (of_a, of_b, NETWORK), wide, gradients, NUMBERS)
 
 
+def gathered_sizes(sizes: StepSizes, bounds: Bounds, xp: Any) -> tuple[Any, ...]:
+    """Return the sizes of products with gathers that `_Products` collects, but for which gradients are wanted."""
+    share = xp.where(sizes.gathers == 1, sizes.share, 1.0)
+    kernels = xp.where(sizes.gathers > 1, bounds.launches[1], bounds.launches[0])
+    stock = row_launches(bounds.more, sizes.indexed)
+    return (sizes.joint, share, sizes.elements, sizes.copies, sizes.taken, sizes.added, kernels, stock)
+
+
 class _Products:
     """Collects the sizes of products, and bounds all of them at once."""
 
@@ -269,38 +278,15 @@ class _Products:
         """Note a product."""
         if not self.bounds.hold:
             return
-        network = self.network
-        terms = [network.value_axes(value) for value in (a, b, result)]
-        elements = [self.size(term) for term in terms]
-        share, gathers, indexing, chosen = 1.0, 0, [False] * 3, [0] * 3
-        for factor, status in enumerate(result.status):
-            pool, rows = network.pools[factor], network.rows[factor]
-            before = a.status[factor], b.status[factor]
-            if max(before) == SCATTER:
-                continue  # the other value joins on the pool axis
-            takes = [
-                status != POOL and old == POOL and bool(term & pool) for old, term in zip(before, terms, strict=False)
-            ]
-            indexed = (*takes, status == SCATTER)
-            if any(indexed):
-                gathers += 1
-                share = self._share(pool, rows, [term for i, term in enumerate(terms) if not indexed[i]])
-                terms = [term & ~pool | rows if indexed[i] else term for i, term in enumerate(terms)]
-                chosen = [old | rows if now else old for now, old in zip(indexed, chosen, strict=True)]
-                indexing = [now or old for now, old in zip(indexed, indexing, strict=True)]
-        if gathers:
-            joint = self.size(terms[0] | terms[1] | terms[2])
-            copies = sum([self.size(term) for term, copied in zip(terms, indexing, strict=True) if copied])
-            counts = self._rows(terms, indexing, chosen)
-            kernels = self.bounds.launches[gathers > 1]
-            share = share if gathers == 1 else 1.0
-            wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
-            self._gathered[0].append(edge)
-            self._gathered[1].append(
-                (joint, share, sum(elements), copies, *counts, kernels, self._row_launches(indexing), *wanted)
-            )
-        else:
-            self.add_plain(edge, a.operands, b.operands, terms)
+        terms = [self.network.value_axes(value) for value in (a, b, result)]
+        if not a.status == b.status == result.status:
+            sizes = sizes_of(self.network, self.size, (a.status, b.status), result.status, terms, NUMBERS)
+            if sizes.gathers:
+                wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
+                self._gathered[0].append(edge)
+                self._gathered[1].append((*gathered_sizes(sizes, self.bounds, NUMBERS), *wanted))
+                return
+        self.add_plain(edge, a.operands, b.operands, terms)
 
     def add_plain(self, edge: Edge, left: int, right: int, terms: Sequence[int]) -> None:
         """Note a product without gathers of values of two sets of operands; the axes of both and of the result."""
@@ -326,54 +312,9 @@ class _Products:
         These are the elements that it reads and writes, the rows that it takes and adds up, and how many operators more
         than one it launches.
         """
-        network = self.network
-        terms = [network.value_axes(value), network.value_axes(result)]
-        elements, chosen, indexing = sum(map(self.size, terms)), [0, 0], [False, False]
-        for old, new, pool, rows in zip(value.status, result.status, network.pools, network.rows, strict=True):
-            for place in (0, 1):
-                if old != new and (old == POOL if place == 0 else new == SCATTER) and terms[place] & pool:
-                    chosen[place] |= rows
-                    indexing[place] = True
-                    terms[place] = terms[place] & ~pool | rows
-        return (elements, *self._rows(terms, indexing, chosen), self._row_launches(indexing))
-
-    def _rows(self, terms: Sequence[int], indexing: Sequence[bool], chosen: Sequence[int]) -> tuple[float, float]:
-        """Return how many rows a step takes, and how many it adds up; see `planner.backends.common.stock_rows`.
-
-        Args:
-            terms: the axes of its terms, the result last, with row axes in the place of pool axes.
-            indexing: whether each term is indexed.
-            chosen: the row axes of each term.
-        """
-        counts = [self.size(axes) * indexed for axes, indexed in zip(chosen, indexing, strict=True)]
-        adds = self.size(terms[-1] & ~chosen[-1]) > 1  # adding up rows of one element is like taking them
-        return sum(counts[:-1]) + (not adds) * counts[-1], adds * counts[-1]
-
-    def _row_launches(self, indexing: Sequence[bool]) -> float:
-        """Return how many operators more the stock implementation launches to take and add up rows.
-
-        Its gradient adds up rows where it takes some.
-
-        Args:
-            indexing: whether each term of the step is indexed.
-        """
-        more = self.bounds.more
-        if more is None:
-            return 0.0
-        return min(more.take, more.add) * sum(indexing) + 2 * more.view * (len(indexing) == 3)
-
-    def _share(self, pool: int, rows: int, others: list[int]) -> float:
-        """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
-
-        Instead of the rows that are chosen for each query, all rows of the pool are multiplied, once.
-
-        Args:
-            pool: the pool axis.
-            rows: the axes of the index array.
-            others: the terms that it does not index.
-        """
-        chosen = rows & ~(others[0] & others[1]) if len(others) == 2 else rows
-        return min(1.0, self.size(pool) / max(1.0, self.size(chosen)))
+        terms = [self.network.value_axes(value), self.network.value_axes(result)]
+        sizes = sizes_of(self.network, self.size, (value.status,), result.status, terms, NUMBERS)
+        return (sizes.elements, sizes.taken, sizes.added, row_launches(self.bounds.more, sizes.indexed))
 
     def bound_edges(self) -> None:
         """Set the keys of all edges to their lower bounds."""

@@ -18,7 +18,9 @@ Sets of axes and sets of operands are the bits of an integer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ POOL, ROWS, SCATTER = 0, 1, 2
 # Networks of so many operands share what does not depend on sizes.
 MOST_SHARED = 4
 Status = tuple[int, ...]
+Bits = Any  # an integer, or an array of integers
 
 
 class Value(NamedTuple):
@@ -64,17 +67,16 @@ def bits(mask: int) -> Iterator[int]:
 
 
 class _Facts(NamedTuple):
-    """What `Network.value_axes`, `advances` and `merges` returned."""
+    """What `Network.value_axes`, and `advances` and `merges`, returned."""
 
     axes: dict[tuple[int, Status], int]
-    advances: dict[Value, tuple[Status, ...]]
-    merges: dict[tuple[Value, Value], tuple[Status, ...]]
+    steps: dict[Any, tuple[Status, ...]]
 
 
 @cached_by_step
 def _facts_of(*terms: Any) -> _Facts:
     """Return what is known of networks of some terms, at first nothing."""
-    return _Facts({}, {}, {})
+    return _Facts({}, {})
 
 
 class Network:
@@ -117,13 +119,14 @@ class Network:
         self.everything = (1 << len(self.leaves)) - 1
         self._union_cache: dict[int, int] = {0: 0}
         # What does not depend on sizes is found once for all small networks of the same terms.
-        facts = _Facts({}, {}, {})
+        facts = _Facts({}, {})
         if gathers and len(self.leaves) <= MOST_SHARED:
             # The letter of a pool is part of the key: in `q[c]b` and in `aq[c]` both leaves are `ab`.
             factors = tuple((pools[gather], gather.array, gather.axes) for gather in gathers)
             facts = _facts_of(self.leaves, self.result, factors, few)
         self._axes_cache: dict[tuple[int, Status], int] = facts.axes
-        self._advances, self._merges = facts.advances, facts.merges
+        self._steps = facts.steps
+        self._factor_axes = sum(self.pools) | functools.reduce(operator.or_, self.rows, 0)
         self.open = (POOL,) * len(gathers)
         self.final: Status = tuple(SCATTER if pool & self.result_mask else ROWS for pool in self.pools)
 
@@ -183,21 +186,27 @@ class Network:
         cached = self._axes_cache.get(key)
         if cached is not None:
             return cached
-        axes = self.union(value.operands)
-        needed = self.union(self.everything ^ value.operands) | self.result_mask
-        outside = needed
-        for status, pool, rows in zip(value.status, self.pools, self.rows, strict=True):
-            if status == POOL:
-                needed |= rows | pool
-            elif status == ROWS:
-                axes = axes & ~pool | rows
-                if pool & outside:  # the factor will be applied again, to the others or to the result
-                    needed |= rows
-            else:
-                axes |= pool | rows  # the factor brings its row axes if others need them
-        axes &= needed
+        axes = self.axes_with(self.union(value.operands), self.outside(value.operands), value.status)
         self._axes_cache[key] = axes
         return axes
+
+    def outside(self, operands: int) -> int:
+        """Return the axes that the other operands and the result have, with pool axes in place of gathers."""
+        return self.union(self.everything ^ operands) | self.result_mask
+
+    def axes_with(self, union: Bits, outside: Bits, status: Status) -> Bits:
+        """Return the axes of a value from those of its operands, those outside, and its status."""
+        axes, needed = union, outside
+        for state, pool, rows in zip(status, self.pools, self.rows, strict=True):
+            if state == POOL:
+                needed = needed | rows | pool
+            elif state == ROWS:
+                axes = axes & ~pool | rows
+                # The factor will be applied again, to the others or to the result.
+                needed = needed | rows * (pool & outside != 0)
+            else:
+                axes = axes | pool | rows  # the factor brings its row axes if others need them
+        return axes & needed
 
     def value_term(self, value: Value) -> tuple[str, ...]:
         """Return the axes of a value in the network's order; those of the whole product in the result's."""
@@ -207,104 +216,103 @@ class Network:
         return order
 
     # -- legal steps ---------------------------------------------------------------------------------
+    # `axes` are those of the values that a step reads, `outside` those that others or the result have, and `whole` says
+    # whether the step computes the product of all operands. All may be arrays, of many steps.
 
-    def closable(self, operands: int, factor: int, status: Status) -> bool:
-        """Whether a factor may be applied as a segment sum to the value of this set of operands."""
-        rows = self.rows[factor]
-        outside = self.union(self.everything ^ operands) | self.result_mask
-        if not self._open(operands, factor):
+    def can_advance(self, before: Status, after: Status, axes: Bits, outside: Bits, whole: Bits) -> Any:
+        """Whether a step on one value may lead from one status to another."""
+        legal: Any = before != after
+        for f, (old, new) in enumerate(zip(before, after, strict=True)):
+            legal = legal & self._advances_to(f, old, new, axes, outside)
+        return legal & self._may_close(before, after, outside, whole)
+
+    def can_merge(self, a: Status, b: Status, after: Status, axes: Bits, outside: Bits, whole: Bits) -> Any:
+        """Whether a product of values with two statuses may have another."""
+        before = tuple(map(max, a, b))
+        legal: Any = True
+        met = axes | self._taken([f for f, old in enumerate(before) if old == POOL], axes)
+        for f, new in enumerate(after):
+            legal = legal & self._merges_to(f, a[f], b[f], new, met, axes, outside)
+        # A step may add up rows that it takes itself, if all of their axes are there then.
+        met = axes | self._taken([f for f, old in enumerate(before) if old == POOL and after[f] == ROWS], axes)
+        for old, new, pool, rows in zip(before, after, self.pools, self.rows, strict=True):
+            if old == POOL and new == SCATTER:
+                legal = legal & ((axes & (pool | rows) != 0) | (rows & ~met == 0))
+        return legal & self._may_close(before, after, outside, whole)
+
+    def _taken(self, factors: Iterable[int], axes: Bits) -> Bits:
+        """Return the row axes of those of some factors whose rows a step on values with these axes can take."""
+        rows: Bits = 0
+        for f in factors:
+            rows = rows | self.rows[f] * (axes & self.pools[f] != 0)
+        return rows
+
+    def _advances_to(self, factor: int, old: int, new: int, axes: Bits, outside: Bits) -> Any:
+        pool, rows = self.pools[factor], self.rows[factor]
+        if new <= old:
+            return new == old
+        if new == ROWS:
+            return axes & pool != 0
+        # If no operand has any axis of the factor, only the result has its axes.
+        alone = not self.union(self.everything) & (pool | rows)
+        return (pool & outside != 0) & (old == ROWS or alone or axes & (pool | rows) != 0)
+
+    def _merges_to(self, factor: int, a: int, b: int, new: int, met: Bits, axes: Bits, outside: Bits) -> Any:
+        pool, rows = self.pools[factor], self.rows[factor]
+        if SCATTER in (a, b):
+            return new == SCATTER and POOL in (a, b)
+        if new < max(a, b):
             return False
-        if operands == self.everything:
-            return True
-        # The segment sum must sum over some row axis. If all rows stayed, the value would only grow.
-        others = outside
-        for f, (state, r, p) in enumerate(zip(status, self.rows, self.pools, strict=True)):
-            if f != factor and (state == POOL or (state == ROWS and p & outside)):
-                others |= r
-        return bool(rows & ~others)
+        if new == SCATTER:
+            return (pool & outside != 0) & (ROWS in (a, b) or met & (pool | rows) != 0)
+        return True if new == max(a, b) else axes & pool != 0
+
+    def _may_close(self, before: Status, after: Status, outside: Bits, whole: Bits) -> Any:
+        """Whether all factors that become segment sums may do so."""
+        legal: Any = True
+        for f, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old != new and new == SCATTER:
+                # It must sum over some row axis. If all rows stayed, the value would only grow.
+                others = outside
+                for g, (state, pool, rows) in enumerate(zip(after, self.pools, self.rows, strict=True)):
+                    if g != f and state != SCATTER:
+                        others = others | (rows if state == POOL else rows * (pool & outside != 0))
+                legal = legal & (self.pools[f] & outside != 0) & (whole | (self.rows[f] & ~others != 0))
+        return legal
 
     def advances(self, value: Value) -> tuple[Status, ...]:
         """Return the statuses that a unary step can reach from a value."""
-        found = self._advances.get(value)
+        where = self._where(value.operands, self.value_axes(value))
+        found = self._steps.get((value.status, where))
         if found is None:
-            found = self._advances[value] = tuple(self._find_advances(value))
+            options = [
+                tuple([new for new in range(old, SCATTER + 1) if self._advances_to(f, old, new, *where[:2])])
+                for f, old in enumerate(value.status)
+            ]
+            found = tuple([s for s in _targets(options, self.few) if self.can_advance(value.status, s, *where)])
+            self._steps[value.status, where] = found
         return found
-
-    def _find_advances(self, value: Value) -> Iterator[Status]:
-        axes = self.value_axes(value)
-        options: list[tuple[int, ...]] = []
-        for f, status in enumerate(value.status):
-            targets = [status]
-            if status == POOL and axes & self.pools[f]:
-                targets.append(ROWS)
-            meets = status == ROWS or axes & (self.pools[f] | self.rows[f]) or self._alone(f)
-            if status != SCATTER and meets and self._open(value.operands, f):
-                targets.append(SCATTER)
-            options.append(tuple(targets))
-        for after in _targets(options, self.few):
-            if after != value.status and self._closing_legal(value.operands, value.status, after):
-                yield after
-
-    def _alone(self, factor: int) -> bool:
-        """Whether no operand has any axis of the factor. Then only the result has its axes."""
-        return not self.union(self.everything) & (self.pools[factor] | self.rows[factor])
-
-    def _open(self, operands: int, factor: int) -> bool:
-        """Whether another operand, or the result, has the pool axis of a factor."""
-        return bool(self.pools[factor] & (self.union(self.everything ^ operands) | self.result_mask))
-
-    def _closing_legal(self, operands: int, before: Status, after: Status) -> bool:
-        """Whether all factors that become segment sums may do so."""
-        return all(
-            b == a or a != SCATTER or self.closable(operands, f, after)
-            for f, (b, a) in enumerate(zip(before, after, strict=True))
-        )
 
     def merges(self, a: Value, b: Value) -> tuple[Status, ...]:
         """Return the statuses that the product of two values can have."""
-        found = self._merges.get((a, b))
+        where = self._where(a.operands | b.operands, self.value_axes(a) | self.value_axes(b))
+        found = self._steps.get((a.status, b.status, where))
         if found is None:
-            found = self._merges[a, b] = tuple(self._find_merges(a, b))
+            axes, outside, _ = where
+            pairs = list(zip(a.status, b.status, strict=True))
+            met = axes | self._taken([f for f, pair in enumerate(pairs) if max(pair) == POOL], axes)
+            options = [
+                tuple([new for new in range(SCATTER + 1) if self._merges_to(f, *pair, new, met, axes, outside)])
+                for f, pair in enumerate(pairs)
+            ]
+            targets = _targets(options, self.few) if all(options) else ()
+            found = tuple([status for status in targets if self.can_merge(a.status, b.status, status, *where)])
+            self._steps[a.status, b.status, where] = found
         return found
 
-    def _find_merges(self, a: Value, b: Value) -> Iterator[Status]:
-        axes_a, axes_b = self.value_axes(a), self.value_axes(b)
-        operands, axes = a.operands | b.operands, axes_a | axes_b
-        before = tuple(max(pair) for pair in zip(a.status, b.status, strict=True))
-        takes = [f for f, status in enumerate(before) if status == POOL and axes & self.pools[f]]
-        rows = self._rows_of(takes)
-        options: list[tuple[int, ...]] = []
-        for f, (left, right) in enumerate(zip(a.status, b.status, strict=True)):
-            pool = self.pools[f]
-            if left == right == POOL:
-                targets = [POOL]
-                if axes & pool:
-                    targets.append(ROWS)
-                if (axes | rows) & (pool | self.rows[f]) and self._open(operands, f):
-                    targets.append(SCATTER)
-            elif SCATTER in (left, right):
-                if ROWS in (left, right) or left == right:
-                    return
-                targets = [SCATTER]
-            else:
-                targets = [ROWS, SCATTER] if self._open(operands, f) else [ROWS]
-            options.append(tuple(targets))
-        for status in _targets(options, self.few):
-            # A step may add up rows that it takes itself, if all of their axes are there then.
-            met = axes | self._rows_of([f for f in takes if status[f] == ROWS])
-            adds = [
-                f for f, (old, new) in enumerate(zip(before, status, strict=True)) if old == POOL and new == SCATTER
-            ]
-            meet = all([axes & (self.pools[f] | self.rows[f]) or not self.rows[f] & ~met for f in adds])
-            if meet and self._closing_legal(operands, before, status):
-                yield status
-
-    def _rows_of(self, factors: Iterable[int]) -> int:
-        """Return the row axes of some factors."""
-        rows = 0
-        for f in factors:
-            rows |= self.rows[f]
-        return rows
+    def _where(self, operands: int, axes: int) -> tuple[int, int, bool]:
+        """Return what the legal steps on values of some operands depend on, but for their statuses."""
+        return axes & self._factor_axes, self.outside(operands) & self._factor_axes, operands == self.everything
 
     # -- the spec of a step --------------------------------------------------------------------------
 

@@ -1,7 +1,11 @@
-"""Lists the steps of all trees over a network without gathers by numpy, each with a lower bound on what it adds."""
+"""Lists the steps of all trees over a network by numpy, each with a lower bound on what it adds.
+
+The number of a value is its set of operands. With gathers the number of its status stands above these bits.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -11,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from planner.cost.floor import Order, product_floor, value_floor
+from planner.cost.floor import Order, gathered_floor, product_floor, unary_floor, value_floor
+from planner.language.dtypes import itemsize
 from planner.search.exact.graph import Edge, first_of
-from planner.search.exact.listing import Bounds, launches_of, set_keys
-from planner.search.exact.network import Network
+from planner.search.exact.listing import Bounds, gathered_sizes, launches_of, set_keys
+from planner.search.exact.network import POOL, ROWS, SCATTER, Network, Value
+from planner.search.exact.sizes import row_launches, sizes_of
 from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
-__all__ = ["ValueSizes", "VectorListing", "split_blocks"]
+__all__ = ["ValueSizes", "VectorListing", "number_of", "split_blocks"]
 
 # How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
 BLOCK, KEPT_OPERANDS = 1 << 15, 14
@@ -25,7 +31,8 @@ BLOCK, KEPT_OPERANDS = 1 << 15, 14
 # the best tree turns out to cost more.
 LIMIT_TIMES = 2
 
-# Steps: the set that each computes, its two parts, and a lower bound. The steps of a set are neighbours.
+# Steps: the value that each computes, those that it reads (the second is 0 in a step on one value), and a lower bound.
+# The steps of a value are neighbours.
 _Block = tuple[Any, Any, Any, Any]
 
 
@@ -71,14 +78,16 @@ def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iter
 
 
 class ValueSizes:
-    """The axes of the value of each set of operands, as bit sets, and their numbers of elements.
+    """The axes of all values, as bit sets, and their numbers of elements.
 
     Args:
-        network: a network without gathers.
+        network: the network.
         operands: how many operands it has.
 
     Attributes:
-        axes: by the set of operands.
+        statuses: the statuses of one-hot factors; one if there are no gathers.
+        outside: the axes that others or the result have, by the set of operands.
+        axes: by the number of the value.
         elements: likewise.
     """
 
@@ -88,7 +97,10 @@ class ValueSizes:
             union = np.concatenate([union, union | network.union(1 << operand)])
         self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
         few = len(network.axes) < 31
-        self.axes: Any = (union & (union[::-1] | network.result_mask)).astype(np.int32 if few else np.int64)
+        self.outside: Any = union[::-1] | network.result_mask
+        self.statuses = list(itertools.product((POOL, ROWS, SCATTER), repeat=len(network.gathers)))
+        axes = [network.axes_with(union, self.outside, status) for status in self.statuses]
+        self.axes: Any = np.concatenate(axes).astype(np.int32 if few else np.int64)
         self.elements: Any = self.size(self.axes)
 
     def size(self, axes: Any) -> Any:
@@ -103,13 +115,14 @@ class ValueSizes:
 
 
 class VectorListing:
-    """The steps of all trees over a network without gathers, bounded by numpy.
+    """The steps of all trees over a network, bounded by numpy.
 
-    Most sets of operands have values so large that no good tree computes them. Steps with such a value are left out.
+    Most sets of operands have values so large that no good tree computes them. Without gathers, steps with such a value
+    are left out.
 
     Args:
         network: the network; its sizes are not 0.
-        leaves: what reading each operand adds to the score.
+        leaves: what the steps that read operands add to the score, by the values that they compute.
         bounds: what lower bounds depend on. They hold.
         deadline: the time of `time.monotonic` at which to end, or None.
         limit: steps may be left out that are only in trees of a higher score. If it is None, it is a multiple of what a
@@ -120,68 +133,82 @@ class VectorListing:
 
     Attributes:
         limit: likewise.
+        root: the value that trees compute.
         least: the least score of any tree by these bounds; more than the limit if no tree is known to be within it.
     """
 
     def __init__(
         self,
         network: Network,
-        leaves: Sequence[int],
+        leaves: Mapping[int, int],
         bounds: Bounds,
         deadline: float | None = None,
         limit: float | None = None,
     ) -> None:
-        self.network, self.bounds, self.operands = network, bounds, len(leaves)
-        everything = network.everything
-        self._values = ValueSizes(network, len(leaves))
-        self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
-        self._leaves = np.array([first_of(key) for key in leaves], dtype=float)
-        self._least_of_sets = self._bound_sets()
+        self.network, self.bounds, self.operands = network, bounds, len(network.leaves)
+        self._values = ValueSizes(network, self.operands)
+        self.statuses = self._values.statuses
+        sets = np.arange(network.everything + 1)
+        self._wanted = np.tile((sets & bounds.gradient_operands) != 0, len(self.statuses))
+        self.root = number_of(Value(network.everything, network.final), self.operands)
+        self._leaves = {number: float(first_of(key)) for number, key in leaves.items()}
         self._survivors: list[_Block] = []
         self._known = math.inf
+        if network.gathers:
+            limit = math.inf if limit is None else limit  # all steps are listed in any case
+        else:
+            self._least_of_sets = self._bound_sets()
         self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
         while not self._list(deadline) and limit is None:
             self.limit *= LIMIT_TIMES
 
+    def value(self, number: int) -> Value:
+        """Return the value of a number."""
+        return Value(number & self.network.everything, self.statuses[number >> self.operands])
+
     def _list(self, deadline: float | None) -> bool:
         """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
         self._kept: list[_Block] = []
-        self._inside, self._left = self._best_trees(self._bounded_blocks(), deadline)
-        self.least = float(self._inside[self.network.everything])
+        self._inside, self._parts = self._best_trees(self._bounded_blocks(), deadline)
+        self.least = float(self._inside[self.root])
         return self.least <= self.limit
 
-    def _best_trees(self, blocks: Iterable[_Block], deadline: float | None = None) -> tuple[Any, Any]:
-        """Return the least score of a tree of each set, and the first part of the split at its root.
+    def _best_trees(self, blocks: Iterable[_Block], deadline: float | None = None) -> tuple[Any, tuple[Any, Any]]:
+        """Return the least score of a tree of each value, and the values that the step at its root reads.
 
         Args:
             blocks: steps, those into small sets first.
             deadline: as above.
         """
-        inside = np.full(self.network.everything + 1, np.inf)
-        first = np.zeros(len(inside), dtype=np.int64)
-        inside[1 << np.arange(self.operands)] = self._leaves
-        for union, left, right, floors in blocks:
+        inside = np.full(len(self._wanted), np.inf)
+        first, second = np.zeros((2, len(inside)), dtype=np.int64)
+        inside[0] = 0.0
+        inside[list(self._leaves)] = list(self._leaves.values())
+        for result, left, right, floors in blocks:
             if deadline is not None and time.monotonic() > deadline:
                 raise SearchEnded
             total = inside[left] + inside[right] + floors
-            starts = np.flatnonzero(np.diff(union, prepend=-1))
+            starts = np.flatnonzero(np.diff(result, prepend=-1))
             least = np.minimum.reduceat(total, starts)
-            inside[union[starts]] = least
-            # Of equally good splits the first is taken.
-            best = np.flatnonzero(total == np.repeat(least, np.diff(starts, append=len(union))))[::-1]
-            first[union[best]] = left[best]
-        return inside, first
+            lower = np.where(least < inside[result[starts]], least, -1.0)
+            # Of equally good steps the first is taken.
+            best = np.flatnonzero(total == np.repeat(lower, np.diff(starts, append=len(result))))[::-1]
+            first[result[best]], second[result[best]] = left[best], right[best]
+            inside[result[best]] = total[best]
+        return inside, (first, second)
 
-    def best_splits(self) -> list[tuple[int, int]]:
-        """Return the best tree by bounds: each set of operands and its first part, small sets first."""
-        splits, stack = [], [self.network.everything]
+    def best_steps(self) -> list[tuple[int, int, int]]:
+        """Return the best tree by bounds: each value and the values that it is computed from, those first.
+
+        The second is 0 in a step on one value. Both are in a step that reads an operand.
+        """
+        (first, second), steps, stack = self._parts, [], [self.root]
         while stack:
-            union = stack.pop()
-            if union & (union - 1):
-                left = int(self._left[union])
-                splits.append((union, left))
-                stack += (left, union ^ left)
-        return splits[::-1]
+            value = stack.pop()
+            parts = int(first[value]), int(second[value])
+            steps.append((value, *parts))
+            stack += [part for part in parts if part]
+        return steps[::-1]
 
     def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
         """Drop the steps that are in no tree with this score or a lower one. A listing does so once; see `put_prices`.
@@ -206,27 +233,27 @@ class VectorListing:
         self._survivors = self._sharpen(left_over, highest)
         return sum([len(block[0]) for block in self._survivors]), cut
 
-    def put_prices(self, prices: Mapping[tuple[int, int], int], limit: int) -> int:
+    def put_prices(self, prices: Mapping[tuple[int, int, int], int], limit: int) -> int:
         """Put prices in the place of the bounds of steps that are left, and drop worse steps once more.
 
         Args:
-            prices: the price of each step, by the set that it computes and its first part.
+            prices: the price of each step, by the values that it computes and reads.
             limit: as in `drop_worse`.
 
         Returns:
             How many steps are left.
         """
-        for (result, part), price in prices.items():
-            for union, left, _, floors in self._survivors:
-                floors[(union == result) & (left == part)] = price
+        for (value, a, b), price in prices.items():
+            for result, left, right, floors in self._survivors:
+                floors[(result == value) & (left == a) & (right == b)] = price
         self._survivors = self._within_reach(self._survivors, limit * (1 + 1e-9) + 1)
         return sum([len(block[0]) for block in self._survivors])
 
     def _within_reach(self, blocks: list[_Block], highest: float) -> list[_Block]:
         """Return the steps of trees with a score of at most `highest`, and find the best tree and its score again."""
-        self._inside, self._left = self._best_trees(reversed(blocks))
+        self._inside, self._parts = self._best_trees(reversed(blocks))
         # Steps of trees of a higher score than is known may be missing.
-        self.least = max(self.least, min(float(self._inside[self.network.everything]), self._known))
+        self.least = max(self.least, min(float(self._inside[self.root]), self._known))
         return self._within(blocks, highest, self._inside)[0]
 
     def _sharpen(self, blocks: list[_Block], highest: float) -> list[_Block]:
@@ -250,10 +277,10 @@ class VectorListing:
         Args:
             blocks: steps, those into large sets first.
             highest: the score.
-            inside: the least score of a tree of each set.
+            inside: the least score of a tree of each value.
         """
         outside = np.full(len(inside), np.inf)
-        outside[self.network.everything] = 0.0
+        outside[self.root] = 0.0
         left_over: list[_Block] = []
         totals: list[Any] = [np.zeros(0)]
         for union, left, right, floors in blocks:
@@ -272,7 +299,7 @@ class VectorListing:
         """Yield the steps that are left, those into a value before those that read it."""
         for union, left, right, floors in reversed(self._survivors):
             columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
-            edges = [Edge(result, (a, b), 0) for result, a, b in columns]
+            edges = [Edge(result, (a, b) if b else (a,), 0) for result, a, b in columns]
             others = self.bounds.objectives[1:]
             set_keys(edges, [floors, *(self._floors(name, union, left, right, True) for name in others)])
             yield from edges
@@ -292,7 +319,7 @@ class VectorListing:
             parts = [*[part for part in parts if part not in (a, b)], a | b]
         left, right = np.array(steps).T
         floors = self._floors(self.bounds.objective, left | right, left, right)
-        return float(self._leaves.sum()) + float(floors.sum())
+        return sum(self._leaves.values()) + float(floors.sum())
 
     def _bound_sets(self) -> Any:
         """Return what any tree with the value of each set costs at least: the value is written, and read again."""
@@ -305,6 +332,10 @@ class VectorListing:
     def _bounded_blocks(self, reverse: bool = False) -> Iterator[_Block]:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
+            return
+        if self.network.gathers:
+            self._kept = self._gathered_blocks()
+            yield from self._kept
             return
         good = self._least_of_sets <= self.limit * (1 + 1e-9) + 1
         blocks: list[tuple[Any, Any, Any]] = []
@@ -332,18 +363,84 @@ class VectorListing:
                 self._kept.append(bounded)
             yield bounded
 
-    def _orders_of(self, operands: Any, copies: bool) -> Order:
+    def _gathered_blocks(self) -> list[_Block]:
+        """Return the steps of a network with gathers, those into small sets and low statuses first."""
+        network, values, bits = self.network, self._values, self.operands
+        everywhere = np.ones(network.everything + 1, dtype=bool)
+        union, *parts = (np.concatenate(part) for part in zip(*split_blocks(bits, good=everywhere), strict=True))
+        sets = np.arange(1, network.everything + 1)
+        steps: list[tuple[Any, Any, Any]] = []
+
+        def add(legal: Any, result: Any, left: Any, right: Any) -> None:
+            some = np.flatnonzero(np.broadcast_to(legal, len(result)))
+            steps.append((result[some], left[some], right[some]))
+
+        numbers = [number << bits for number in range(len(self.statuses))]
+        for (high, after), (low, a) in itertools.product(zip(numbers, self.statuses, strict=True), repeat=2):
+            left = low | parts[0]
+            for number, b in zip(numbers, self.statuses, strict=True):
+                if network.can_merge(a, b, after, -1, -1, True):
+                    right = number | parts[1]
+                    axes, whole = values.axes[left] | values.axes[right], union == network.everything
+                    legal = network.can_merge(a, b, after, axes, values.outside[union], whole)
+                    add(legal, high | union, left, right)
+            if network.can_advance(a, after, -1, -1, True):
+                axes, whole = values.axes[low | sets], sets == network.everything
+                legal = network.can_advance(a, after, axes, values.outside[sets], whole)
+                add(legal, high | sets, low | sets, np.zeros_like(sets))
+        result, left, right = (np.concatenate(part) for part in zip(*steps, strict=True))
+        counts = (sets[:, None] >> np.arange(bits) & 1).sum(axis=1)
+        stage = counts[(result & network.everything) - 1] * len(self.statuses) + (result >> bits)
+        order = np.lexsort((result, stage))
+        block = (result, left, right, self._floors(self.bounds.objective, result, left, right))
+        ends = np.flatnonzero(np.diff(stage[order])) + 1
+        return list(zip(*(np.split(part[order], ends) for part in block), strict=True))
+
+    def _orders_of(self, values: Any, copies: bool) -> Order:
+        operands = values & self.network.everything
         if copies and self.bounds.orders is not None:
             return self.bounds.orders.of_sets(operands)
         known = operands & (operands - 1) != 0
         return UNKNOWN._replace(known=known, own=~known)
 
-    def _floors(self, objective: str, union: Any, left: Any, right: Any, copies: bool = False) -> Any:
+    def _floors(self, objective: str, result: Any, left: Any, right: Any, copies: bool = False) -> Any:
+        if not self.network.gathers:
+            return self._plain_floors(objective, result, left, right, copies)
+        bits, count = self.operands, len(self.statuses)
+        kinds = ((result >> bits) * count + (left >> bits)) * (count + 1) + np.where(right, right >> bits, count)
+        floors = np.empty(len(result))
+        for kind in np.unique(kinds):
+            some = np.flatnonzero(kinds == kind)
+            floors[some] = self._floors_of_kind(objective, result[some], left[some], right[some])
+        return floors
+
+    def _floors_of_kind(self, objective: str, result: Any, left: Any, right: Any) -> Any:
+        """Return the bounds of steps between values of the same statuses."""
+        bounds, values, network = self.bounds, self._values, self.network
+        read = [left, right] if right[0] else [left]
+        before, after = [self.value(int(part[0])).status for part in read], self.value(int(result[0])).status
+        terms = [values.axes[part] for part in (*read, result)]
+        sizes = sizes_of(network, values.size, before, after, terms, np)
+        wanted = [self._wanted[part] for part in read]
+        if len(read) == 1:
+            moved = sizes.elements * itemsize(bounds.dtype)
+            launches = row_launches(bounds.more, sizes.indexed)
+            return unary_floor(objective, bounds.device, wanted[0], moved, (sizes.taken, sizes.added), launches, np)
+        gathered = np.broadcast_to(sizes.gathers, len(result)) != 0
+        joint, share, elements, copied, taken, added, kernels, stock = gathered_sizes(sizes, bounds, np)
+        rows = (joint, share, elements, copied, (taken, added))
+        floors = gathered_floor(objective, bounds.device, bounds.dtype, *rows, kernels, wanted, stock, np)
+        plain = np.flatnonzero(~gathered)
+        if len(plain):
+            floors[plain] = self._plain_floors(objective, result[plain], left[plain], right[plain], True)
+        return floors
+
+    def _plain_floors(self, objective: str, result: Any, left: Any, right: Any, copies: bool) -> Any:
         bounds, values = self.bounds, self._values
         joint = values.size(values.axes[left] | values.axes[right])
-        terms = (values.elements[left], values.elements[right], values.elements[union])
+        terms = (values.elements[left], values.elements[right], values.elements[result])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        sets = (values.axes[left], values.axes[right], values.axes[union])
+        sets = (values.axes[left], values.axes[right], values.axes[result])
         if bounds.more is None:
             more = (0.0, 0.0, 0.0)
         else:
@@ -353,10 +450,15 @@ class VectorListing:
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
 
 
+def number_of(value: Value, operands: int) -> int:
+    """Return the number of a value of a network of so many operands."""
+    return functools.reduce(lambda number, state: 3 * number + state, value.status, 0) << operands | value.operands
+
+
 def _rows(block: _Block, some: Any) -> _Block:
     """Return some of the steps of a block."""
-    union, left, right, floors = block
-    return union[some], left[some], right[some], floors[some]
+    result, left, right, floors = block
+    return result[some], left[some], right[some], floors[some]
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:
