@@ -188,10 +188,7 @@ class LazySearch:
         except KeyboardInterrupt:
             self.interrupted = True
             return edges, key, min(bound, key)
-        listed = [priced.get((edge.result, *edge.children, 0)[:3], edge) for edge in listing.edges()]
-        everything = self.network.everything
-        listed = sorted([*leaves.values(), *listed], key=lambda edge: ((edge.result & everything).bit_count(), edge.result))
-        edges, key, bound = self._solve(StepGraph(listed, listing.root), (edges, key))
+        edges, key, bound = self._solve(StepGraph(listing.edges(priced), listing.root), (edges, key))
         return edges, key, bound if cut is None else min(bound, pack((cut, 0, 0, 0)))
 
     def _price_steps(

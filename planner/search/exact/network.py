@@ -186,7 +186,7 @@ class Network:
         cached = self._axes_cache.get(key)
         if cached is not None:
             return cached
-        axes = self.axes_with(self.union(value.operands), self.outside(value.operands), value.status)
+        axes: int = self.axes_with(self.union(value.operands), self.outside(value.operands), value.status)
         self._axes_cache[key] = axes
         return axes
 

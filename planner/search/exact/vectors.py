@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -159,34 +160,38 @@ class VectorListing:
         else:
             self._least_of_sets = self._bound_sets()
         self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
-        while not self._list(deadline) and limit is None:
+        self._deadline = deadline
+        while not self._list() and limit is None:
             self.limit *= LIMIT_TIMES
+        self._deadline = None  # now there is a tree to return
 
     def value(self, number: int) -> Value:
         """Return the value of a number."""
         return Value(number & self.network.everything, self.statuses[number >> self.operands])
 
-    def _list(self, deadline: float | None) -> bool:
+    def _check_time(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise SearchEnded
+
+    def _list(self) -> bool:
         """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
         self._kept: list[_Block] = []
-        self._inside, self._parts = self._best_trees(self._bounded_blocks(), deadline)
+        self._inside, self._parts = self._best_trees(self._bounded_blocks())
         self.least = float(self._inside[self.root])
         return self.least <= self.limit
 
-    def _best_trees(self, blocks: Iterable[_Block], deadline: float | None = None) -> tuple[Any, tuple[Any, Any]]:
+    def _best_trees(self, blocks: Iterable[_Block]) -> tuple[Any, tuple[Any, Any]]:
         """Return the least score of a tree of each value, and the values that the step at its root reads.
 
         Args:
             blocks: steps, those into small sets first.
-            deadline: as above.
         """
         inside = np.full(len(self._wanted), np.inf)
         first, second = np.zeros((2, len(inside)), dtype=np.int64)
         inside[0] = 0.0
         inside[list(self._leaves)] = list(self._leaves.values())
         for result, left, right, floors in blocks:
-            if deadline is not None and time.monotonic() > deadline:
-                raise SearchEnded
+            self._check_time()
             total = inside[left] + inside[right] + floors
             starts = np.flatnonzero(np.diff(result, prepend=-1))
             least = np.minimum.reduceat(total, starts)
@@ -263,8 +268,8 @@ class VectorListing:
             blocks: steps, those into large sets first.
             highest: the score.
         """
-        if self.bounds.more is None or self.bounds.objective != "time" or not blocks:
-            return blocks
+        if self.bounds.more is None or self.bounds.objective != "time" or not blocks or self.network.gathers:
+            return blocks  # of steps with gathers all is known from the beginning
         union, left, right, _ = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         floors = self._floors("time", union, left, right, True)
         ends = np.cumsum([len(block[0]) for block in blocks])[:-1]
@@ -295,14 +300,21 @@ class VectorListing:
                 totals.append(total[some])
         return left_over, np.concatenate(totals)
 
-    def edges(self) -> Iterator[Edge]:
-        """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right, floors in reversed(self._survivors):
-            columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
-            edges = [Edge(result, (a, b) if b else (a,), 0) for result, a, b in columns]
+    def edges(self, priced: Mapping[tuple[int, int, int], Edge] = MappingProxyType({})) -> list[Edge]:
+        """Return the steps that are left, those into a value before those that read it.
+
+        Args:
+            priced: the steps that have a price, as in `put_prices`; those that read operands are returned too.
+        """
+        edges = {step: edge for step, edge in priced.items() if not edge.children}
+        for result, left, right, floors in self._survivors:
+            steps = list(zip(result.tolist(), left.tolist(), right.tolist(), strict=True))
+            new = [Edge(value, (a, b) if b else (a,), 0) for value, a, b in steps]
             others = self.bounds.objectives[1:]
-            set_keys(edges, [floors, *(self._floors(name, union, left, right, True) for name in others)])
-            yield from edges
+            set_keys(new, [floors, *(self._floors(name, result, left, right, True) for name in others)])
+            edges.update((step, priced.get(step, edge)) for step, edge in zip(steps, new, strict=True))
+        everything = self.network.everything
+        return sorted(edges.values(), key=lambda edge: ((edge.result & everything).bit_count(), edge.result))
 
     def _greedy_score(self) -> float:
         """Return the score, by bounds, of a tree that multiplies the two values next whose product adds least."""
@@ -377,6 +389,7 @@ class VectorListing:
 
         numbers = [number << bits for number in range(len(self.statuses))]
         for (high, after), (low, a) in itertools.product(zip(numbers, self.statuses, strict=True), repeat=2):
+            self._check_time()
             left = low | parts[0]
             for number, b in zip(numbers, self.statuses, strict=True):
                 if network.can_merge(a, b, after, -1, -1, True):
@@ -408,14 +421,17 @@ class VectorListing:
             return self._plain_floors(objective, result, left, right, copies)
         bits, count = self.operands, len(self.statuses)
         kinds = ((result >> bits) * count + (left >> bits)) * (count + 1) + np.where(right, right >> bits, count)
-        floors = np.empty(len(result))
+        floors = np.full(len(result), -1.0)
         for kind in np.unique(kinds):
+            self._check_time()
             some = np.flatnonzero(kinds == kind)
-            floors[some] = self._floors_of_kind(objective, result[some], left[some], right[some])
+            floors[some] = self._gathered_floors(objective, result[some], left[some], right[some])
+        plain = np.flatnonzero(floors < 0)
+        floors[plain] = self._plain_floors(objective, result[plain], left[plain], right[plain], True)
         return floors
 
-    def _floors_of_kind(self, objective: str, result: Any, left: Any, right: Any) -> Any:
-        """Return the bounds of steps between values of the same statuses."""
+    def _gathered_floors(self, objective: str, result: Any, left: Any, right: Any) -> Any:
+        """Return the bounds of steps between values of the same statuses; -1 for products that read no index array."""
         bounds, values, network = self.bounds, self._values, self.network
         read = [left, right] if right[0] else [left]
         before, after = [self.value(int(part[0])).status for part in read], self.value(int(result[0])).status
@@ -423,17 +439,15 @@ class VectorListing:
         sizes = sizes_of(network, values.size, before, after, terms, np)
         wanted = [self._wanted[part] for part in read]
         if len(read) == 1:
-            moved = sizes.elements * itemsize(bounds.dtype)
+            moved, rows = sizes.elements * itemsize(bounds.dtype), (sizes.taken, sizes.added)
             launches = row_launches(bounds.more, sizes.indexed)
-            return unary_floor(objective, bounds.device, wanted[0], moved, (sizes.taken, sizes.added), launches, np)
-        gathered = np.broadcast_to(sizes.gathers, len(result)) != 0
-        joint, share, elements, copied, taken, added, kernels, stock = gathered_sizes(sizes, bounds, np)
-        rows = (joint, share, elements, copied, (taken, added))
-        floors = gathered_floor(objective, bounds.device, bounds.dtype, *rows, kernels, wanted, stock, np)
-        plain = np.flatnonzero(~gathered)
-        if len(plain):
-            floors[plain] = self._plain_floors(objective, result[plain], left[plain], right[plain], True)
-        return floors
+            return unary_floor(objective, bounds.device, wanted[0], moved, rows, launches, np)
+        if np.all(sizes.gathers == 0):
+            return -1.0
+        joint, share, elements, copies, taken, added, kernels, stock = gathered_sizes(sizes, bounds, np)
+        what = (joint, share, elements, copies, (taken, added), kernels, wanted, stock)
+        floors = gathered_floor(objective, bounds.device, bounds.dtype, *what, np)
+        return np.where(sizes.gathers, floors, -1.0)
 
     def _plain_floors(self, objective: str, result: Any, left: Any, right: Any, copies: bool) -> Any:
         bounds, values = self.bounds, self._values
