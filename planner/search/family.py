@@ -11,7 +11,7 @@ over slices are the member's own.
 
 Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
 classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
-wide: they are split in four, and if that does not do, the member is searched for itself.
+wide: they are split in two, then in four, and in the end the member is searched for itself.
 
 Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
 which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
@@ -51,7 +51,7 @@ EXACT = 16
 # Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for
 # classes of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
 WIDE, OCTAVES, MOST_OPERANDS = 0, 5, 2
-PARTS = (WIDE, 1, 4)
+PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
 WON = 1.1
 # How many families are remembered.

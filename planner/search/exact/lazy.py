@@ -24,8 +24,9 @@ from planner.program.tree import Leaf, Node, Tree
 from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
+from planner.search.exact.sizes import number_of
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
-from planner.search.exact.vectors import VectorListing, number_of
+from planner.search.exact.vectors import VectorListing
 
 __all__ = ["LazySearch", "Stop"]
 

@@ -22,8 +22,8 @@ import numpy as np
 from planner.cost.floor import product_floor
 from planner.language.dtypes import itemsize
 from planner.search.exact.listing import Bounds
+from planner.search.exact.sizes import ValueSizes, split_blocks
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits
-from planner.search.exact.vectors import ValueSizes, split_blocks
 
 __all__ = ["SplitFilter"]
 

@@ -1,16 +1,11 @@
-"""Lists the steps of all trees over a network by numpy, each with a lower bound on what it adds.
-
-The number of a value is its set of operands. With gathers the number of its status stands above these bits.
-"""
+"""Lists the steps of all trees over a network by numpy, each with a lower bound on what it adds."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -20,14 +15,14 @@ from planner.cost.floor import Order, gathered_floor, product_floor, unary_floor
 from planner.language.dtypes import itemsize
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, gathered_sizes, launches_of, set_keys
-from planner.search.exact.network import POOL, ROWS, SCATTER, Network, Value
-from planner.search.exact.sizes import row_launches, sizes_of
+from planner.search.exact.network import Network, Value
+from planner.search.exact.sizes import BLOCK, ValueSizes, number_of, row_launches, sizes_of, split_blocks
 from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
-__all__ = ["ValueSizes", "VectorListing", "number_of", "split_blocks"]
+__all__ = ["VectorListing"]
 
-# How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
-BLOCK, KEPT_OPERANDS = 1 << 15, 14
+# Up to how many operands the bounds of steps are kept for a second look.
+KEPT_OPERANDS = 14
 # A search lists the steps of trees that cost at most so many times what a greedy tree costs by bounds. It lists more if
 # the best tree turns out to cost more.
 LIMIT_TIMES = 2
@@ -35,84 +30,6 @@ LIMIT_TIMES = 2
 # Steps: the value that each computes, those that it reads (the second is 0 in a step on one value), and a lower bound.
 # The steps of a value are neighbours.
 _Block = tuple[Any, Any, Any, Any]
-
-
-@lru_cache(maxsize=64)
-def _patterns(count: int) -> Any:
-    """Return the parts of a set of `count` operands that hold its first one, but not all, as rows of bits.
-
-    They are in the order in which `all_splits` has them.
-    """
-    numbers = np.arange((1 << count - 1) - 2, -1, -1, dtype=np.int64)
-    return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
-
-
-def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
-
-    Args:
-        operands: how many operands there are.
-        reverse: whether to begin with large sets rather than with small ones.
-        good: for each set whether to yield splits with it; None for all. Then what is yielded has no rows for sets.
-    """
-    order = -1 if reverse else 1
-    masks = np.arange(1, 1 << operands, dtype=np.int64)
-    counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
-    if good is not None:
-        masks, counts = masks[good[1:]], counts[good[1:]]
-    for count in range(2, operands + 1)[::order]:
-        patterns = _patterns(count)
-        sets = masks[counts == count]
-        each = max(1, BLOCK // len(patterns))
-        for start in range(0, len(sets), each)[::order]:
-            union = sets[start : start + each]
-            places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
-            members = np.int64(1) << places
-            left = members[:, :1] + members[:, 1:] @ patterns.T
-            right = union[:, None] - left
-            if good is None:
-                yield union, left, right
-                continue
-            rows, columns = np.nonzero(good[left] & good[right])
-            if len(rows):
-                yield union[rows], left[rows, columns], right[rows, columns]
-
-
-class ValueSizes:
-    """The axes of all values, as bit sets, and their numbers of elements.
-
-    Args:
-        network: the network.
-        operands: how many operands it has.
-
-    Attributes:
-        statuses: the statuses of one-hot factors; one if there are no gathers.
-        outside: the axes that others or the result have, by the set of operands.
-        axes: by the number of the value.
-        elements: likewise.
-    """
-
-    def __init__(self, network: Network, operands: int) -> None:
-        union = np.zeros(1, dtype=np.int64)
-        for operand in range(operands):
-            union = np.concatenate([union, union | network.union(1 << operand)])
-        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
-        few = len(network.axes) < 31
-        self.outside: Any = union[::-1] | network.result_mask
-        self.statuses = list(itertools.product((POOL, ROWS, SCATTER), repeat=len(network.gathers)))
-        axes = [network.axes_with(union, self.outside, status) for status in self.statuses]
-        self.axes: Any = np.concatenate(axes).astype(np.int32 if few else np.int64)
-        self.elements: Any = self.size(self.axes)
-
-    def size(self, axes: Any) -> Any:
-        """Return the product of the sizes of each set of axes."""
-        shift, (table, *more) = 0, self._tables
-        width = len(table).bit_length() - 1
-        sizes = table[axes & len(table) - 1]
-        for table in more:
-            shift += width
-            sizes = sizes * table[axes >> shift & len(table) - 1]
-        return sizes
 
 
 class VectorListing:
@@ -464,26 +381,7 @@ class VectorListing:
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
 
 
-def number_of(value: Value, operands: int) -> int:
-    """Return the number of a value of a network of so many operands."""
-    return functools.reduce(lambda number, state: 3 * number + state, value.status, 0) << operands | value.operands
-
-
 def _rows(block: _Block, some: Any) -> _Block:
     """Return some of the steps of a block."""
     result, left, right, floors = block
     return result[some], left[some], right[some], floors[some]
-
-
-def _size_tables(sizes: Sequence[int]) -> list[Any]:
-    """Return tables of the products of the sizes of each set of axes, for up to 12 axes each."""
-    count = max(1, -(-len(sizes) // 12))
-    width = max(1, -(-len(sizes) // count))
-    tables = []
-    for start in range(0, max(1, len(sizes)), width):
-        table = np.ones(1)
-        part = sizes[start : start + width]
-        for size in (*part, *(1,) * (width - len(part))):
-            table = np.concatenate([table, table * float(size)])
-        tables.append(table)
-    return tables
