@@ -219,7 +219,7 @@ def test_limits_hold_for_all_values_and_index_arrays(torch):
         floors.note(near=max(peaks) > limit / 2, refused=refused, sliced=plan.loop is not None, is_complex=is_complex)
 
     law()
-    floors.at_least(examples(10, 400), near=0.3, is_complex=0.2)
+    floors.at_least(examples(10, 300), near=0.3, is_complex=0.2)
 
 
 def test_an_expanded_output_gradient_keeps_to_the_limit(torch):
