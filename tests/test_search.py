@@ -106,12 +106,12 @@ def assert_least(case, backend, most_trees, dtype=None):
         fewest = least(priced[lower], objective)
         if plan.proven or figure(cost, objective) == fewest:
             assert figure(cost, objective) == fewest, (objective, str(plan))
-        else:  # as values really lie, the least of row-major ones costs more than the plan
+        else:  # as values really lie, the least of row-major ones costs no less than the plan
             as_they_lie = SearchSpace(plan.contraction)
             real = lowerers(as_they_lie, backend)[objective]
             alike = [p.tree for p in priced[lower] if least([p], objective) == fewest]
             costs = [figure(as_they_lie.programs(tree, real).cost, objective) for tree in alike]
-            assert figure(plan.cost, objective) < max(costs), (objective, str(plan))
+            assert figure(plan.cost, objective) <= max(costs), (objective, str(plan))
         assert figure(plan.cost, objective) <= figure(cost, objective) or not plan.proven
         assert_bounded(plan, objective, figure(cost, objective))
 
@@ -720,10 +720,12 @@ LIMITS = st.sampled_from(((None, None), (0.5, None), (0.8, None), (None, 0.5), (
 def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, objective, shares):
     """The search without the filter finds the same tree."""
     draw = Random(seed)
-    spec, shapes, _ = MAKERS[draw.choice(("chain", "dense"))](operands, draw)
+    spec, shapes, arrays = MAKERS[draw.choice(("chain", "dense", "gathers"))](min(operands, 5), draw)
+    indices = {name: np.zeros(shape, int) for name, shape in arrays.items()}
     dtypes = tuple(draw.choice(("float32", "float32", "float64")) for _ in shapes)
     requires = draw.choice(((False,), (True,), (False, True))) * operands
-    space = space_of(Problem(spec, tuple(shapes), dtypes=dtypes, requires_grad=requires[:operands]), "torch")
+    case = Problem(spec, tuple(shapes), indices=indices, dtypes=dtypes, requires_grad=requires[: len(shapes)])
+    space = space_of(case, "torch")
     limits = (
         share and int(share * getattr(plan_of_space(space).cost, figure))
         for share, figure in zip(shares, ("peak_bytes", "retained_bytes"), strict=True)
@@ -731,7 +733,7 @@ def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, object
     limits, stop = Limits(*limits), OPTIMAL._replace(scored=60_000)
     try:
         found, _ = space.search(objective, stop, limits=limits)
-        with mock.patch.object(SearchSpace, "has_plain_bounds", new=False):
+        with mock.patch.object(SearchSpace, "is_filtered", new=False):
             plain, _ = space.search(objective, stop, limits=limits)
     except SearchLimitError:
         reject()

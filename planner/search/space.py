@@ -29,7 +29,7 @@ from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
-from planner.search.exact.lazy import LazySearch, Stop
+from planner.search.exact.lazy import VECTOR_GATHERS, LazySearch, Stop
 from planner.search.exact.listing import Bounds
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
@@ -61,7 +61,8 @@ SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True
 MOST_TRIED = 12
 # How many more steps a search over a path may score for each operand.
 OPERAND_WORK = 4
-# Up to so many operands splits are dropped by bounds; the tables of so many take some 100 MB.
+# Up to so many operands splits are dropped by bounds, where a gather counts as two; the tables of so many take some
+# 100 MB.
 MOST_FILTERED = 13
 # How long fronts are where the search only wants a good tree to compare others with.
 FILTER_FRONT = 6
@@ -240,7 +241,7 @@ class SearchSpace:
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
             allowed: Splits = all_splits
-            if self.has_plain_bounds and len(self.operands) <= MOST_FILTERED:
+            if self.is_filtered:
                 from planner.search.exact.survivors import SplitFilter
 
                 bounds = self.step_bounds(objective if objective in ADDITIVE else "time")
@@ -262,8 +263,19 @@ class SearchSpace:
     @property
     def has_plain_bounds(self) -> bool:
         """Whether numpy can bound the steps of all trees: without gathers, if all sizes can be divided by."""
-        plain = not self.network.gathers and 0 not in self.network.sizes.values() and len(self.network.axes) < 63
-        return plain and self.step_bounds("time").hold
+        return not self.network.gathers and self._has_bounds
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether splits that cannot win are dropped before a search that keeps fronts looks at them."""
+        gathers = len(self.network.gathers)
+        return gathers <= VECTOR_GATHERS and len(self.operands) + 2 * gathers <= MOST_FILTERED and self._has_bounds
+
+    @property
+    def _has_bounds(self) -> bool:
+        """Whether numpy can bound the steps of all trees, if there are few gathers: all sizes can be divided by."""
+        can_list = 0 not in self.network.sizes.values() and len(self.network.axes) < 63
+        return can_list and self.step_bounds("time").hold
 
     def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
         """Whether a tree takes less time, as far as the search over all trees can tell.

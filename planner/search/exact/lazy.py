@@ -28,7 +28,7 @@ from planner.search.exact.sizes import number_of
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 from planner.search.exact.vectors import VectorListing
 
-__all__ = ["LazySearch", "Stop"]
+__all__ = ["VECTOR_GATHERS", "LazySearch", "Stop"]
 
 # From so many operands on, steps are listed by numpy, if there are at most so many index arrays.
 VECTOR_OPERANDS, VECTOR_GATHERS = 5, 2

@@ -8,7 +8,8 @@ look at is found from sizes alone, by dynamic programmes over the sets of operan
     backward peak    G(S) = the least of max(g(S) + g(A) + g(B), g(second) + G(first), finished(first) + G(second))
     score            the sum of the lower bounds of `planner.cost.floor`
 
-over all splits of S into A and B, and both orders. Kept values, scratch and recomputing only ever add to these.
+over all splits of S into A and B, and both orders; for a step on one value A, B is empty and takes nothing. Each status
+of one-hot factors has values of its own. Kept values, scratch and recomputing only ever add to these.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from planner.cost.floor import product_floor
 from planner.language.dtypes import itemsize
 from planner.search.exact.listing import Bounds
-from planner.search.exact.sizes import ValueSizes, split_blocks
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits
+from planner.search.exact.vectors import VectorListing, least_rows, tree_steps
 
 __all__ = ["SplitFilter"]
 
@@ -35,16 +35,15 @@ Array = Any  # of float64, or of integers
 
 @dataclasses.dataclass(slots=True)
 class _Block:
-    """The splits of some sets of the same number of operands.
+    """Steps into values of the same status and number of operands; see `planner.search.exact.vectors`.
 
     Attributes:
-        union: the sets.
-        left, right: for each set, the two parts of each of its splits.
-        peaks: the least peak of a tree of the set that has the split at its root.
-        floors: the least that the step adds to the score; infinite if the split is dropped.
+        result, left, right: the values that each computes and reads.
+        peaks: the least peak of a tree with the step at its root.
+        floors: the least that the step adds to the score; infinite if the step is dropped.
     """
 
-    union: Array
+    result: Array
     left: Array
     right: Array
     peaks: Array
@@ -52,7 +51,7 @@ class _Block:
 
 
 class SplitFilter:
-    """The splits of all sets of operands, without gathers and without empty axes.
+    """The splits of all sets of operands, without empty axes and with few gathers.
 
     Args:
         steps: the steps on the network.
@@ -62,59 +61,65 @@ class SplitFilter:
     """
 
     def __init__(self, steps: NetworkSteps, requires: Sequence[bool], bounds: Bounds, repeats: bool) -> None:
-        self.everything = steps.network.everything
-        sets = np.arange(self.everything + 1)
-        wanted = (sets & bounds.gradient_operands) != 0
-        values = ValueSizes(steps.network, len(requires))
-        width = itemsize(steps.dtype)
+        leaves = {1 << operand: 0 for operand in range(len(requires))}
+        self._listing = VectorListing(steps.network, leaves, bounds, limit=np.inf)
+        self._everything, root = steps.network.everything, self._listing.root
+        again = dataclasses.replace(bounds, gradient_operands=0)
+        repeated = VectorListing(steps.network, leaves, again, limit=np.inf).blocks if repeats else None
         # Operands take no memory, and what casts and first steps make of them may be views.
-        made, gradient = np.where(sets & (sets - 1), width * values.elements, 0.0), wanted * width * values.elements
+        made = itemsize(steps.dtype) * self._listing.elements
+        gradient = made * self._listing.wanted
+        made[[0, *leaves]] = 0.0
         finished = np.zeros(1)
         for operand, needed in enumerate(requires):
             plain = needed and steps.cast(operand) is None and steps.first(operand) is None
             finished = np.concatenate([finished, finished + plain * gradient[1 << operand]])
-        forward, backward = np.zeros(len(sets)), np.where(sets & (sets - 1), 0.0, gradient)
+        finished = np.tile(finished, len(self._listing.statuses))
+        forward, backward = np.full((2, len(made)), np.inf)
+        forward[[0, *leaves]], backward[0] = 0.0, 0.0
+        backward[list(leaves)] = gradient[list(leaves)]
+        gradient[0] = 0.0
+        given = np.where(np.arange(len(gradient)) == root, 0.0, gradient)  # the result's belongs to the caller
         self._blocks: list[_Block] = []
-        for union, a, b in split_blocks(len(requires)):
-            root, whole = union[0] == self.everything, union[:, None]
+        for number, (result, a, b, floors) in enumerate(self._listing.blocks):
             computed = _least_order(forward[a], made[a] + forward[b], forward[b], made[b] + forward[a])
-            computed = np.maximum(computed, made[a] + made[b] + made[whole])
+            computed = np.maximum(computed, made[a] + made[b] + made[result])
             descended = _least_order(
                 gradient[b] + backward[a],
                 finished[a] + backward[b],
                 gradient[a] + backward[b],
                 finished[b] + backward[a],
             )
-            descended = np.maximum(descended, (0.0 if root else gradient[whole]) + gradient[a] + gradient[b])
-            forward[union], backward[union] = computed.min(axis=1), descended.min(axis=1)
-            joint = values.size(values.axes[a] | values.axes[b])
-            terms = (values.elements[a], values.elements[b], values.elements[whole])
-            what = (bounds.objective, bounds.device, bounds.dtype, joint, terms)
-            floors = product_floor(*what, (wanted[a], wanted[b]), bounds.fused)
-            if repeats and not root:
-                floors = floors + product_floor(*what, fused=bounds.fused)
-            self._blocks.append(_Block(union, a, b, np.maximum(computed, descended), floors))
+            descended = np.maximum(descended, given[result] + gradient[a] + gradient[b])
+            starts = np.flatnonzero(np.diff(result, prepend=-1))
+            for least, peaks in ((forward, computed), (backward, descended)):
+                values = result[starts]
+                least[values] = np.minimum(least[values], np.minimum.reduceat(peaks, starts))
+            if repeated is not None:
+                floors = floors + np.where(result == root, 0.0, repeated[number][3])
+            self._blocks.append(_Block(result, a, b, np.maximum(computed, descended), floors))
 
     def drop_above_peak(self, most: float) -> None:
-        """Drop the splits that are in no tree with this peak or a lower one."""
-        outside = np.full(self.everything + 1, np.inf)
-        outside[self.everything] = 0.0
+        """Drop the steps that are in no tree with this peak or a lower one."""
+        outside = np.full(len(self._listing.elements), np.inf)
+        outside[self._listing.root] = 0.0
         for block in reversed(self._blocks):
-            peaks = np.maximum(block.peaks, outside[block.union][:, None])
+            peaks = np.maximum(block.peaks, outside[block.result])
             np.minimum.at(outside, block.left, peaks)
             np.minimum.at(outside, block.right, peaks)
-            block.floors[peaks > most * SLACK] = np.inf
+            block.floors = np.where(peaks > most * SLACK, np.inf, block.floors)
 
     def drop_above_score(self, most: float) -> None:
-        """Drop the splits that are in no tree with this score or a lower one."""
-        inside, _ = self._least_scores()
-        outside = np.full(self.everything + 1, np.inf)
-        outside[self.everything] = 0.0
+        """Drop the steps that are in no tree with this score or a lower one."""
+        inside, _ = self._best_trees()
+        outside = np.full(len(inside), np.inf)
+        outside[self._listing.root] = 0.0
         for block in reversed(self._blocks):
-            above = outside[block.union][:, None] + block.floors
+            above = outside[block.result] + block.floors
             np.minimum.at(outside, block.left, above + inside[block.right])
             np.minimum.at(outside, block.right, above + inside[block.left])
-            block.floors[above + inside[block.left] + inside[block.right] > most * SLACK + 1] = np.inf
+            total = above + inside[block.left] + inside[block.right]
+            block.floors = np.where(total > most * SLACK + 1, np.inf, block.floors)
 
     def good_trees(self, by_peak: bool, within: bool) -> Iterator[Splits]:
         """Yield good trees by bounds, each as the only split of each of its sets.
@@ -123,14 +128,17 @@ class SplitFilter:
             by_peak: whether the least peak is all that counts.
             within: whether peaks count too, besides the score.
         """
-        scores, cheapest = self._least_scores()
         if by_peak or within:
-            left = np.zeros(self.everything + 1, dtype=np.int64)
+            first, second = np.zeros((2, len(self._listing.elements)), dtype=np.int64)
             for block in self._blocks:
-                left[block.union] = _at(block.left, block.peaks.argmin(axis=1))
-            yield _tree(left)
-        if not by_peak and np.isfinite(scores[self.everything]):
-            yield _tree(cheapest)
+                rows, _ = least_rows(block.result, block.peaks)
+                values = block.result[rows]
+                first[values], second[values] = block.left[rows], block.right[rows]
+            yield self._tree(first, second)
+        if not by_peak:
+            scores, parts = self._best_trees()
+            if np.isfinite(scores[self._listing.root]):
+                yield self._tree(*parts)
 
     def splits(self, objective: str, best: SearchResult | None) -> Splits:
         """Return the splits of trees that may be as good as the best one known, in the order of `all_splits`."""
@@ -142,33 +150,27 @@ class SplitFilter:
                 self.drop_above_score(first[0])
             elif first[0] == 0:  # it retains nothing, so time decides
                 self.drop_above_score(first[1])
-        left_over: dict[int, list[tuple[int, int]]] = {}
+        left_over: dict[int, set[int]] = {}
         for block in self._blocks:
-            rows, columns = np.nonzero(np.isfinite(block.floors))
-            parts = (block.union[rows], block.left[rows, columns], block.right[rows, columns])
-            for union, a, b in zip(*(part.tolist() for part in parts), strict=True):
-                left_over.setdefault(union, []).append((a, b))
-        return lambda operands: left_over.get(operands, [])
+            some = np.flatnonzero(np.isfinite(block.floors) & (block.right > 0))
+            unions, parts = (numbers[some] & self._everything for numbers in (block.result, block.left))
+            for union, part in zip(unions.tolist(), parts.tolist(), strict=True):
+                left_over.setdefault(union, set()).add(part)
+        return _splits({union: sorted(parts, reverse=True) for union, parts in left_over.items()})
 
-    def _least_scores(self) -> tuple[Array, Array]:
-        """Return the least score of a tree of each set, and the first part of the split at its root."""
-        sets = np.arange(self.everything + 1)
-        inside, left = np.where(sets & (sets - 1), np.inf, 0.0), np.zeros(len(sets), dtype=np.int64)
-        for block in self._blocks:
-            total = inside[block.left] + inside[block.right] + block.floors
-            best = total.argmin(axis=1)
-            inside[block.union], left[block.union] = _at(total, best), _at(block.left, best)
-        return inside, left
+    def _tree(self, first: Array, second: Array) -> Splits:
+        """Return a tree as the splits of its sets, from the values that each value is computed from."""
+        steps = tree_steps(self._listing.root, (first, second))
+        return _splits({value & self._everything: [a & self._everything] for value, a, b in steps if b})
 
-
-def _at(table: Array, columns: Array) -> Array:
-    """Return one entry of each row."""
-    return np.take_along_axis(table, columns[:, None], axis=1)[:, 0]
+    def _best_trees(self) -> tuple[Array, tuple[Array, Array]]:
+        """Return the least score of a tree of each value, and the values that the step at its root reads."""
+        return self._listing.best_trees((block.result, block.left, block.right, block.floors) for block in self._blocks)
 
 
-def _tree(left: Array) -> Splits:
-    """Return a tree as the splits of its sets, from the first part of each set."""
-    return lambda operands: [(int(left[operands]), operands ^ int(left[operands]))]
+def _splits(parts: dict[int, list[int]]) -> Splits:
+    """Return splits of sets of operands, from the first parts of each."""
+    return lambda operands: [(part, operands ^ part) for part in parts.get(operands, ())]
 
 
 def _least_order(first: Array, then: Array, other_first: Array, other_then: Array) -> Array:

@@ -19,7 +19,7 @@ from planner.search.exact.network import Network, Value
 from planner.search.exact.sizes import BLOCK, ValueSizes, number_of, row_launches, sizes_of, split_blocks
 from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
-__all__ = ["VectorListing"]
+__all__ = ["VectorListing", "least_rows", "tree_steps"]
 
 # Up to how many operands the bounds of steps are kept for a second look.
 KEPT_OPERANDS = 14
@@ -52,6 +52,9 @@ class VectorListing:
     Attributes:
         limit: likewise.
         root: the value that trees compute.
+        elements: the number of elements of each value.
+        wanted: whether the gradient of each value is needed.
+        blocks: the steps, those into small sets first; of few operands all of them.
         least: the least score of any tree by these bounds; more than the limit if no tree is known to be within it.
     """
 
@@ -65,9 +68,9 @@ class VectorListing:
     ) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(network.leaves)
         self._values = ValueSizes(network, self.operands)
-        self.statuses = self._values.statuses
+        self.statuses, self.elements = self._values.statuses, self._values.elements
         sets = np.arange(network.everything + 1)
-        self._wanted = np.tile((sets & bounds.gradient_operands) != 0, len(self.statuses))
+        self.wanted = np.tile((sets & bounds.gradient_operands) != 0, len(self.statuses))
         self.root = number_of(Value(network.everything, network.final), self.operands)
         self._leaves = {number: float(first_of(key)) for number, key in leaves.items()}
         self._survivors: list[_Block] = []
@@ -92,45 +95,32 @@ class VectorListing:
 
     def _list(self) -> bool:
         """List the steps of trees within the limit. Return whether there is such a tree, by bounds."""
-        self._kept: list[_Block] = []
-        self._inside, self._parts = self._best_trees(self._bounded_blocks())
+        self.blocks: list[_Block] = []
+        self._inside, self._parts = self.best_trees(self._bounded_blocks())
         self.least = float(self._inside[self.root])
         return self.least <= self.limit
 
-    def _best_trees(self, blocks: Iterable[_Block]) -> tuple[Any, tuple[Any, Any]]:
+    def best_trees(self, blocks: Iterable[_Block]) -> tuple[Any, tuple[Any, Any]]:
         """Return the least score of a tree of each value, and the values that the step at its root reads.
 
         Args:
             blocks: steps, those into small sets first.
         """
-        inside = np.full(len(self._wanted), np.inf)
+        inside = np.full(len(self.wanted), np.inf)
         first, second = np.zeros((2, len(inside)), dtype=np.int64)
         inside[0] = 0.0
         inside[list(self._leaves)] = list(self._leaves.values())
         for result, left, right, floors in blocks:
             self._check_time()
-            total = inside[left] + inside[right] + floors
-            starts = np.flatnonzero(np.diff(result, prepend=-1))
-            least = np.minimum.reduceat(total, starts)
-            lower = np.where(least < inside[result[starts]], least, -1.0)
-            # Of equally good steps the first is taken.
-            best = np.flatnonzero(total == np.repeat(lower, np.diff(starts, append=len(result))))[::-1]
-            first[result[best]], second[result[best]] = left[best], right[best]
-            inside[result[best]] = total[best]
+            rows, least = least_rows(result, inside[left] + inside[right] + floors)
+            some = least < inside[result[rows]]
+            rows, values = rows[some], result[rows[some]]
+            first[values], second[values], inside[values] = left[rows], right[rows], least[some]
         return inside, (first, second)
 
     def best_steps(self) -> list[tuple[int, int, int]]:
-        """Return the best tree by bounds: each value and the values that it is computed from, those first.
-
-        The second is 0 in a step on one value. Both are in a step that reads an operand.
-        """
-        (first, second), steps, stack = self._parts, [], [self.root]
-        while stack:
-            value = stack.pop()
-            parts = int(first[value]), int(second[value])
-            steps.append((value, *parts))
-            stack += [part for part in parts if part]
-        return steps[::-1]
+        """Return the best tree by bounds; see `tree_steps`."""
+        return tree_steps(self.root, self._parts)
 
     def drop_worse(self, limit: int, most: int | None = None) -> tuple[int, int | None]:
         """Drop the steps that are in no tree with this score or a lower one. A listing does so once; see `put_prices`.
@@ -173,7 +163,7 @@ class VectorListing:
 
     def _within_reach(self, blocks: list[_Block], highest: float) -> list[_Block]:
         """Return the steps of trees with a score of at most `highest`, and find the best tree and its score again."""
-        self._inside, self._parts = self._best_trees(reversed(blocks))
+        self._inside, self._parts = self.best_trees(reversed(blocks))
         # Steps of trees of a higher score than is known may be missing.
         self.least = max(self.least, min(float(self._inside[self.root]), self._known))
         return self._within(blocks, highest, self._inside)[0]
@@ -235,7 +225,7 @@ class VectorListing:
 
     def _greedy_score(self) -> float:
         """Return the score, by bounds, of a tree that multiplies the two values next whose product adds least."""
-        elements, steps = self._values.elements, []
+        elements, steps = self.elements, []
         parts = [1 << operand for operand in range(self.operands)]
 
         def added(pair: tuple[int, int]) -> float:
@@ -253,18 +243,18 @@ class VectorListing:
     def _bound_sets(self) -> Any:
         """Return what any tree with the value of each set costs at least: the value is written, and read again."""
         bounds, everything = self.bounds, self.network.everything
-        elements = np.where(np.arange(everything + 1) & np.arange(-1, everything), self._values.elements, 0.0)
+        elements = np.where(np.arange(everything + 1) & np.arange(-1, everything), self.elements, 0.0)
         elements[everything] = 0.0  # of operands and the result, which all trees have, nothing is said
         steps = self.operands - 1 + bounds.gradient_operands.bit_count()
-        return value_floor(bounds.objective, bounds.device, bounds.dtype, elements, self._wanted, steps)
+        return value_floor(bounds.objective, bounds.device, bounds.dtype, elements, self.wanted, steps)
 
     def _bounded_blocks(self, reverse: bool = False) -> Iterator[_Block]:
-        if self._kept:
-            yield from reversed(self._kept) if reverse else self._kept
+        if self.blocks:
+            yield from reversed(self.blocks) if reverse else self.blocks
             return
         if self.network.gathers:
-            self._kept = self._gathered_blocks()
-            yield from self._kept
+            self.blocks = self._gathered_blocks()
+            yield from self.blocks
             return
         good = self._least_of_sets <= self.limit * (1 + 1e-9) + 1
         blocks: list[tuple[Any, Any, Any]] = []
@@ -289,7 +279,7 @@ class VectorListing:
         for block, part in zip(blocks, np.split(floors, ends), strict=True):
             bounded = (*block, part)
             if self.operands <= KEPT_OPERANDS:
-                self._kept.append(bounded)
+                self.blocks.append(bounded)
             yield bounded
 
     def _gathered_blocks(self) -> list[_Block]:
@@ -354,7 +344,7 @@ class VectorListing:
         before, after = [self.value(int(part[0])).status for part in read], self.value(int(result[0])).status
         terms = [values.axes[part] for part in (*read, result)]
         sizes = sizes_of(network, values.size, before, after, terms, np)
-        wanted = [self._wanted[part] for part in read]
+        wanted = [self.wanted[part] for part in read]
         if len(read) == 1:
             moved, rows = sizes.elements * itemsize(bounds.dtype), (sizes.taken, sizes.added)
             launches = row_launches(bounds.more, sizes.indexed)
@@ -369,8 +359,8 @@ class VectorListing:
     def _plain_floors(self, objective: str, result: Any, left: Any, right: Any, copies: bool) -> Any:
         bounds, values = self.bounds, self._values
         joint = values.size(values.axes[left] | values.axes[right])
-        terms = (values.elements[left], values.elements[right], values.elements[result])
-        wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
+        terms = (self.elements[left], self.elements[right], self.elements[result])
+        wanted = (self.wanted[left], self.wanted[right]) if bounds.gradient_operands else (False, False)
         sets = (values.axes[left], values.axes[right], values.axes[result])
         if bounds.more is None:
             more = (0.0, 0.0, 0.0)
@@ -379,6 +369,37 @@ class VectorListing:
             gradients = bool(bounds.gradient_operands)
             more = launches_of(bounds.more, sets, orders, self.network.wide, gradients, np, copies)
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
+
+
+def least_rows(result: Any, scores: Any) -> tuple[Any, Any]:
+    """Return the best step into each value, and its score. Of equally good ones the first is taken.
+
+    Args:
+        result: the value that each step computes; those of a value are neighbours.
+        scores: the score of each.
+    """
+    starts = np.flatnonzero(np.diff(result, prepend=-1))
+    least = np.minimum.reduceat(scores, starts)
+    best = scores == np.repeat(least, np.diff(starts, append=len(result)))
+    return np.minimum.reduceat(np.where(best, np.arange(len(result)), len(result)), starts), least
+
+
+def tree_steps(root: int, parts: tuple[Any, Any]) -> list[tuple[int, int, int]]:
+    """Return the steps of a tree: each value and the values that it is computed from, those first.
+
+    The second is 0 in a step on one value. Both are in a step that reads an operand.
+
+    Args:
+        root: the value that the tree computes.
+        parts: the values that each value is computed from.
+    """
+    (first, second), steps, stack = parts, [], [root]
+    while stack:
+        value = stack.pop()
+        read = int(first[value]), int(second[value])
+        steps.append((value, *read))
+        stack += [part for part in read if part]
+    return steps[::-1]
 
 
 def _rows(block: _Block, some: Any) -> _Block:
