@@ -738,7 +738,16 @@ def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, object
     except SearchLimitError:
         reject()
     assert (found and found.score) == (plain and plain.score)
+    assert found is None or found.exact or not plain.exact
     assert found is None or not (found.exact and plain.exact) or found.tree == plain.tree
+
+
+def test_a_product_whose_rows_are_added_up_last_is_not_run_again():
+    """The gradient of the segment sum does not read it. A bound that counts it twice rules out all trees."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    operands = [planner.Operand(shape, requires_grad=True) for shape in ((4,), (4, 2, 2), (4,), (2, 2, 4), (4, 1))]
+    options = {"sizes": {"q": 4}, "backend": "jax", "minimize": "retained"}
+    assert planner.plan("c, bda, c, adb, cb -> bc q[c] d", *operands, q=(4,), **options).proven
 
 
 def plan_of_space(space):

@@ -57,7 +57,8 @@ class SplitFilter:
         steps: the steps on the network.
         requires: for each operand, whether it needs a gradient.
         bounds: what bounds on the score depend on.
-        repeats: whether the backward program runs all steps but the last again.
+        repeats: whether the backward program runs all products but the last again. Of gathers nothing is assumed: rows
+            that are taken or added up last need no product again.
     """
 
     def __init__(self, steps: NetworkSteps, requires: Sequence[bool], bounds: Bounds, repeats: bool) -> None:
@@ -65,6 +66,7 @@ class SplitFilter:
         self._listing = VectorListing(steps.network, leaves, bounds, limit=np.inf)
         self._everything, root = steps.network.everything, self._listing.root
         again = dataclasses.replace(bounds, gradient_operands=0)
+        repeats = repeats and not steps.network.gathers
         repeated = VectorListing(steps.network, leaves, again, limit=np.inf).blocks if repeats else None
         # Operands take no memory, and what casts and first steps make of them may be views.
         made = itemsize(steps.dtype) * self._listing.elements
