@@ -362,7 +362,7 @@ def whole_programs(jax, xla_sizes, monkeypatch):
     return peaks
 
 
-# A spec, shapes and index arrays for each rule at the head of `planner.backends.jax.compiled`.
+# A spec, shapes and index arrays for each rule at the head of `planner.backends.jax.compiled.peak`.
 XLA = {
     "a product by element joins the sum that reads it": ("ij,ij,i->i", ((30, 30), (30, 30), (30,)), {}),
     "many elements are summed from memory": ("ij,ij,ij->i", ((90, 90),) * 3, {}),
@@ -380,6 +380,25 @@ XLA = {
     ),
     "guards look for the largest number": ("bcq[a]d,d->", ((8, 21, 48, 10), (10,)), {"q": (19,)}),
     "axes of size 1 come first": ("bhqd,bhkd->bhqk", ((8, 1, 90, 32), (8, 1, 50, 32)), {}),
+    "guards share a mask of few indices": ("q[a]a,q[a]a->", ((80, 30), (80, 30)), {"q": (30,)}),
+    "a guard is written over what it guards": (
+        "q[a]acbp[a],b->b", ((34, 10, 11, 11, 18), (11,)), {"q": (10,), "p": (10,)}
+    ),
+    "diagonals are taken before rows": ("ccq[ba],ba->c", ((23, 23, 64), (14, 14)), {"q": (14, 14)}),
+    "a diagonal is a result as it is": ("cacb,ccab->", ((23, 16, 23, 22), (23, 23, 16, 22)), {}),
+    "rows that an operation reads are marked in memory": (
+        "bq[c]ac,q[c]c,cba->c", ((13, 61, 23, 16), (61, 16), (16, 13, 23)), {"q": (16,)}
+    ),
+    "a product that joins axes reads another array": (
+        "q[d]cba,cb,a->", ((36, 23, 22, 16), (23, 22), (16,)), {"q": (19,)}
+    ),
+    "a product keeps the order of one factor only": ("d,acd,acd->dc", ((14,), (11, 18, 14), (11, 18, 14)), {}),
+    "sums of places are marked afterwards": (
+        "q[ba]ab,bq[ba]a,ab->a", ((90, 12, 12), (12, 90, 12), (12, 12)), {"q": (12, 12)}
+    ),
+    "sums copy the zeros that they share": (
+        "b,q[a]ba,b,q[a]ba->", ((16,), (90, 16, 19), (16,), (90, 16, 19)), {"q": (19,)}
+    ),
 }  # fmt: skip
 
 

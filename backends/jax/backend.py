@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.routing import Routing
-from planner.backends.jax.compiled import compiled_peak
+from planner.backends.jax.compiled.peak import compiled_peak
 from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range

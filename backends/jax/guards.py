@@ -45,7 +45,7 @@ Given = Mapping[Gather, IndexArray]
 
 # The most bytes of a result that is written anew with NaN at bad indices, without a branch. XLA takes 50 ms to compile
 # a branch, as long as it takes for a small contraction.
-_SMALL = 1 << 19
+SMALL = 1 << 19
 # The most pairs of an index and a row that are compared. XLA compares as many in 30 us on a CPU.
 FEW_PAIRS = 1 << 16
 
@@ -258,7 +258,7 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
         return x
 
     most = largest(math.prod(x.shape) * x.dtype.itemsize)
-    if most is not None and most <= _SMALL:
+    if most is not None and most <= SMALL:
         return put_nan(x)
     bad = [any_bad(values, gather) for gather, values in given.items()]
     # Usually no index is bad: then only the index arrays are read, and the result is not copied.

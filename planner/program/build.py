@@ -311,7 +311,7 @@ def build(
     kept = tuple(values[id(node)] for node in saved_nodes)
     steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, guarding)
     if backend.compiled_peak is not None:
-        peak = start + backend.compiled_peak(steps, variables, inputs, (result, *kept), None)
+        peak = start + backend.compiled_peak(steps, variables, inputs, (result, *kept), None, contraction.index_mode)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
     if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
@@ -345,7 +345,9 @@ def build(
         start += retained
         back, back_peak = live_bytes(back, variables, given, results, start, guarding)
         if backend.compiled_peak is not None:
-            back_peak = start + backend.compiled_peak(back, variables, given, results, output_gradient)
+            back_peak = start + backend.compiled_peak(
+                back, variables, given, results, output_gradient, contraction.index_mode
+            )
         if lower.records:  # autograd multiplies for both gradients of a product by element before it sums for one
             costs = [step.choice.cost for step in back]
             back_peak += max([cost.scratch_bytes - cost.copied_bytes for cost in costs], default=0)

@@ -258,8 +258,8 @@ class Backend(Protocol):
         ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
-        compiled_peak: returns the bytes that a compiler takes for a program. Its arguments are the steps, the
-            variables, those that the caller owns, those that outlive the program, and the output's gradient or None.
+        compiled_peak: returns the bytes that a compiler takes for a program, from the steps, the variables, those that
+            the caller owns, those that outlive it, the output's gradient or None, and the index mode.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
         einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.

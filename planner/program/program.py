@@ -136,7 +136,7 @@ class Programs:
 
 
 # Returns the bytes of a program that a compiler makes as a whole: results, and what is alive at once besides.
-CompiledPeak = Callable[[Sequence[Step], Sequence[Variable], Sequence[int], Sequence[int], int | None], int]
+CompiledPeak = Callable[[Sequence[Step], Sequence[Variable], Sequence[int], Sequence[int], int | None, str], int]
 # Returns the scratch of a step for the sake of guards.
 Guarding = Callable[[Step], int]
 
