@@ -393,6 +393,10 @@ XLA = {
         "q[d]cba,cb,a->", ((36, 23, 22, 16), (23, 22), (16,)), {"q": (19,)}
     ),
     "a product keeps the order of one factor only": ("d,acd,acd->dc", ((14,), (11, 18, 14), (11, 18, 14)), {}),
+    "a product by element is not turned round": ("ab,acb->ac", ((15, 40), (15, 21, 40)), {}),
+    "JAX permutes the gradient of a product before rows": (
+        "d,p[a]c->dcq[b]", ((21,), (36, 23)), {"sizes": {"q": 59}, "p": (19,), "q": (19,)}
+    ),
     "sums of places are marked afterwards": (
         "q[ba]ab,bq[ba]a,ab->a", ((90, 12, 12), (12, 90, 12), (12, 12)), {"q": (12, 12)}
     ),
@@ -428,7 +432,7 @@ def test_xla_writes_a_product_by_element_over_a_factor(spec, whole_programs):
 
 
 def test_xla_takes_what_is_predicted_of_whole_programs(whole_programs):
-    """Of twenty programs one is off by more than a half, and half of them are off by less than 2%."""
+    """Of twenty programs one is off by more than 40%, and half of them are off by less than 2%."""
     ratios = {}
 
     @settings(max_examples=examples(25, 400))
@@ -449,7 +453,7 @@ def test_xla_takes_what_is_predicted_of_whole_programs(whole_programs):
     print(len(ratios), *(f"{x:.2f}" for x in np.quantile(list(ratios.values()), [0.05, 0.1, 0.5, 0.9, 0.95])))
     assert len(ratios) >= examples(5, 80)
     assert np.quantile(errors, 0.5) <= 0.02
-    assert np.quantile(errors, 0.95) <= 0.5
+    assert np.quantile(errors, 0.95) <= 0.4
 
 
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])

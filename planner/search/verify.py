@@ -1,7 +1,7 @@
 """Plans under a memory limit, checked against the peaks of their compiled programs.
 
-A compiler fuses, copies and reorders steps. XLA's peak is within a half of the predicted one for 99 random programs in
-100, and can be twice as large. So a plan made under a memory limit is compiled once, each program on its own, and
+A compiler fuses, copies and reorders steps. XLA's peak is within a quarter of the predicted one for 19 random programs
+in 20, and can be twice as large. So a plan made under a memory limit is compiled once, each program on its own, and
 rejected if a peak exceeds the limit. Then the search makes another plan, for a limit that is tighter by the ratio of
 the excess. The last plan to try is the one with the least predicted peak. The predicted peak must be within the limit
 too: inside another `jit` nothing else is known.

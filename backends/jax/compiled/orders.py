@@ -69,7 +69,8 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
             permuted = single and place == gradient and terms[place] == turned
             factors[place] = turned if permuted else (*batch, *one, *other)
     multiplied = result = (*batch, *rows, *columns)
-    if len(rows) <= 1 and len(columns) <= 1 and out == (*batch, *columns, *rows):
+    # XLA turns a product of matrices round whose result is turned, and permutes a product by element.
+    if contracted and len(rows) <= 1 and len(columns) <= 1 and out == (*batch, *columns, *rows):
         result = out
     if not contracted and len((*rows, *columns)) == 1:
         # One factor has all axes. It stays in its order if only its own axis has to move, unless the other factor comes

@@ -130,7 +130,8 @@ class _Compiled:
         results: the variables that outlive the program.
         uses: how often each variable is read; a result is read once more.
         gradients: the variables that are gradients.
-        own: the variables of guards, and the gradients that steps read which are no operations of JAX.
+        guarded: the variables of guards.
+        own: the gradients that steps read which are no operations of JAX: those of steps that are none either.
         bad: what becomes of bad indices, see `IndexMode`.
         arrays: the index arrays, by name.
         constant: the constants.
@@ -164,10 +165,11 @@ class _Compiled:
         self.uses = collections.Counter((*itertools.chain(*(step.inputs for step in steps)), *self.results))
         backward = [] if gradient is None else [step for step in steps if not step.recomputed]
         self.gradients: set[int | None] = {gradient, *(number for step in backward for number in step.outputs)}
+        self.guarded: set[int] = set()
         self.own: set[int | None] = set()
         for step in steps:
             if isinstance(step.op, Guard):
-                self.own.update(step.inputs, step.outputs)
+                self.guarded.update(step.inputs, step.outputs)
             elif step.choice.lowering not in PLAIN:
                 self.own.update(self.gradients & {*step.inputs})
         self.bad = MODES[index_mode].bad
@@ -335,7 +337,7 @@ class _Compiled:
 
     def _own_gradient(self, step: Step) -> int | None:
         """Return which input is a gradient, if JAX's own rule derives the step from a product; else None."""
-        if step.recomputed or self.own & {*step.inputs, *step.outputs}:
+        if step.recomputed or self.guarded & {*step.inputs, *step.outputs} or self.own & {*step.inputs}:
             return None
         places = [place for place, number in enumerate(step.inputs) if number in self.gradients]
         return places[0] if len(places) == 1 else None
