@@ -77,6 +77,6 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
         # first and has to be permuted too.
         whole, part = (first, second) if rows else (second, first)
         in_order = tuple(axis for axis in memory[whole] if axis in batch) == batch
-        if in_order and (whole == first or memory[part] == batch):
+        if in_order and (whole == first or terms[part] == batch):
             result = memory[whole]
     return DotOrders(result, (factors[0], factors[1]), False, multiplied)
