@@ -107,7 +107,8 @@ def _counts(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
 def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
     """Return the plain product within a binary step, without its gathers, private sums and scatters.
 
-    Its output has the axes in the order of the step's output as far as possible.
+    Its output has the axes in the order in which the step's output is written as far as possible: the rows of brackets
+    come first.
 
     Args:
         spec: the step's spec.
@@ -115,7 +116,7 @@ def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
     """
     a, b = kept
     wanted = term_axes(spec.output)
-    order = dict.fromkeys((*plain_axes(spec.output), *a, *b))
+    order = dict.fromkeys((*term_axes(term_gathers(spec.output)), *plain_axes(spec.output), *a, *b))
     output = tuple(axis for axis in order if axis in wanted and (axis in a or axis in b))
     return Spec((a, b), output, spec.sizes)
 
