@@ -93,7 +93,10 @@ def _their_path(spec: str, described: tuple[tuple[tuple[int, ...], str], ...]) -
         return path
     for trains in (False, True):  # gradients take longer to plan, and often need not be
         operands = [Operand(shape, dtype, None, trains and is_inexact(dtype)) for shape, dtype in described]
-        ours, theirs = (plan(spec, *operands, optimize=found, backend="jax").cost for found in ("auto", path))
+        best = plan(spec, *operands, backend="jax")
+        if best.loop is None and [tuple(sorted(pair)) for pair in best.path] == path:
+            return path
+        ours, theirs = best.cost, plan(spec, *operands, optimize=path, backend="jax").cost
         if ours.seconds >= 0.9 * theirs.seconds or ours.retained_bytes > theirs.retained_bytes:
             return path
     return None
