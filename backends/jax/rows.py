@@ -33,8 +33,8 @@ from planner.backends.jax.products import (
     count_reordered,
     factors,
     fused_takes,
+    inner_strides,
     is_folded,
-    is_strided,
     join_axes,
     multiply_and_add,
     multiply_flat,
@@ -70,9 +70,13 @@ _REORDERED = 2e-9
 _REORDERED_IN_CACHE = 3e-10
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
-# Multiplications of a product with few terms for which a loop by element is worth such a step, and the part of a large
-# product's rate that it runs at: 0.03 to 0.15 ns were measured for each (AMD EPYC, JAX 0.10.2, 2026-11-25).
-_WORTH_ADDING, _ADDING_RATE = 2**13, 0.25
+# Multiplications of a product with few terms for which a loop by element is worth such a step.
+_WORTH_ADDING = 2**13
+# The part of a large product's rate that such a loop runs at: 0.03 to 0.15 ns were measured for each multiplication
+# (AMD EPYC, JAX 0.10.2, 2026-11-25). With strides it takes 0.2 ns; with long ones, where each element is in another
+# line of the cache, 0.3 ns, or 0.7 ns if both operands have one; and with more than 4 terms of a product of matrices
+# 0.3 ns (two busy cores of the same, 2026-11-27).
+_ADDING_RATE, _STRIDED_RATE, _LONG_STRIDE, _FAR_RATES = 0.25, 0.125, 16, (0.055, 0.026)
 # The most terms of such a sum.
 _MOST_ADDED = 8
 # From so many matrices on, XLA's calls of a function for each take longer than such a loop.
@@ -171,7 +175,7 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
             return f"sums have one term, or more than {_MOST_ADDED}"
         if joint_elements(op.spec) < _WORTH_ADDING:
             return "a small product is JAX's own"
-        strided = is_strided(op.spec)
+        strided = max(inner_strides(op.spec)) > 1
         even = terms % 4 == 0
         wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and even
         large = batch < _MANY_MATRICES or wide
@@ -181,7 +185,13 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
         return "elements that are added up lie between those of the result" if strided and terms > 4 else None
 
     def work(op: Op, form: ProductForm, device: Device) -> list[Work]:
-        rate = _ADDING_RATE * device.flop_rate
+        strides, (_, rows, columns, terms) = inner_strides(op.spec), form.sizes
+        rate = _ADDING_RATE if max(strides) <= 1 else _STRIDED_RATE
+        if min(rows, columns) > 1 and terms > _MOST_ADDED // 2:
+            rate = _STRIDED_RATE
+        if far := sum(stride >= _LONG_STRIDE for stride in strides):
+            rate = _FAR_RATES[far - 1]
+        rate *= device.flop_rate
         return [Work(op.flops(), rate, op.bytes_touched(), fresh=(op.result_bytes(),), launches=1)]
 
     return form_row(
