@@ -26,11 +26,11 @@ from planner.search.bounds import least_of_naive
 from planner.search.choose import naive_plan
 from planner.search.exact.graph import Edge, unpack
 from planner.search.exact.lazy import LazySearch
-from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
+from planner.search.exact.listing import Bounds, fused_terms, kernel_launches, list_edges, list_plain_edges
 from planner.search.exact.network import Network, Value
 from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.exact.vectors import VectorListing
-from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace, fused_terms, kernel_launches
+from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace
 from planner.testing import problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
@@ -232,7 +232,7 @@ def test_steps_of_trees_within_a_limit_are_all_listed(backend, objective):
                 listing.drop_worse(int(limit))
                 left.append([(edge.result, edge.children, edge.key) for edge in listing.edges()])
             assert left[0] == left[1]
-            counts = [sum(len(block[0]) for block in listing._kept) for listing in (some, everything)]
+            counts = [sum(len(block[0]) for block in listing.blocks) for listing in (some, everything)]
             left_out += counts[0] < counts[1]
     assert left_out >= 5
 

@@ -12,7 +12,6 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
 
-from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import Objective, StepKey, step_key
@@ -22,16 +21,16 @@ from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import index_bytes
-from planner.program.implementations import Table
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
-from planner.search.exact.lazy import VECTOR_GATHERS, LazySearch, Stop
-from planner.search.exact.listing import Bounds
+from planner.search.exact.lazy import LazySearch, Stop
+from planner.search.exact.listing import Bounds, fused_terms, kernel_launches
 from planner.search.exact.network import Network
+from planner.search.exact.sizes import has_tables
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
@@ -262,20 +261,14 @@ class SearchSpace:
 
     @property
     def has_plain_bounds(self) -> bool:
-        """Whether numpy can bound the steps of all trees: without gathers, if all sizes can be divided by."""
-        return not self.network.gathers and self._has_bounds
+        """Whether numpy can bound the steps of all trees, and there are no gathers."""
+        return not self.network.gathers and has_tables(self.network) and self.step_bounds("time").hold
 
     @property
     def is_filtered(self) -> bool:
         """Whether splits that cannot win are dropped before a search that keeps fronts looks at them."""
-        gathers = len(self.network.gathers)
-        return gathers <= VECTOR_GATHERS and len(self.operands) + 2 * gathers <= MOST_FILTERED and self._has_bounds
-
-    @property
-    def _has_bounds(self) -> bool:
-        """Whether numpy can bound the steps of all trees, if there are few gathers: all sizes can be divided by."""
-        can_list = 0 not in self.network.sizes.values() and len(self.network.axes) < 63
-        return can_list and self.step_bounds("time").hold
+        size = len(self.operands) + 2 * len(self.network.gathers)
+        return size <= MOST_FILTERED and has_tables(self.network) and self.step_bounds("time").hold
 
     def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
         """Whether a tree takes less time, as far as the search over all trees can tell.
@@ -333,21 +326,6 @@ class SearchSpace:
         if objective in ADDITIVE and limits == NO_LIMITS:
             return gathers == 0 or steps <= stop.listed
         return steps <= MOST_TRIED * stop.scored
-
-
-def fused_terms(table: Table, device: Device) -> int:
-    """Return how long the shortest side of a product is at most that a row runs as products by element, added up."""
-    return max([row.fused for row in table.rows.values() if row.kinds is None or device.kind in row.kinds])
-
-
-def kernel_launches(table: Table, device: Device) -> tuple[float, float]:
-    """Return how many operators any row that runs only steps with brackets launches at least; infinite without one.
-
-    The first is for steps of one index array, the second for those of several.
-    """
-    rows = [row for row in table.rows.values() if row.brackets and (row.kinds is None or device.kind in row.kinds)]
-    several = [row.launches for row in rows if row.brackets > 1]
-    return min((row.launches for row in rows), default=math.inf), min(several, default=math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,14 +24,14 @@ from planner.program.tree import Leaf, Node, Tree
 from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
-from planner.search.exact.sizes import number_of
+from planner.search.exact.sizes import has_tables, number_of
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 from planner.search.exact.vectors import VectorListing
 
-__all__ = ["VECTOR_GATHERS", "LazySearch", "Stop"]
+__all__ = ["LazySearch", "Stop"]
 
-# From so many operands on, steps are listed by numpy, if there are at most so many index arrays.
-VECTOR_OPERANDS, VECTOR_GATHERS = 5, 2
+# From so many operands on, steps are listed by numpy.
+VECTOR_OPERANDS = 5
 # After so many prices, steps that differ in the names of axes share one. The chosen steps are priced by their own names
 # when the programs are built, which small searches can do without.
 FEW_PRICED = 24
@@ -131,11 +131,9 @@ class LazySearch:
         return self._search_listed(splits or all_splits)
 
     def _uses_vectors(self) -> bool:
-        """Whether numpy lists the steps: if there are many, of few index arrays, and all sizes can be divided by."""
-        network = self.network
-        many = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63
-        few = len(network.gathers) <= VECTOR_GATHERS
-        return many and few and self.bounds.hold and 0 not in network.sizes.values()
+        """Whether numpy lists the steps, if there are many."""
+        many = len(self.network.leaves) >= VECTOR_OPERANDS
+        return many and self.bounds.hold and has_tables(self.network)
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""

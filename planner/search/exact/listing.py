@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from planner.cost.floor import NUMBERS, Launches, Order, gathered_floor, product
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
+from planner.program.implementations import Table
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import Network, Status, Value
 from planner.search.exact.sizes import StepSizes, row_launches, sizes_of
@@ -23,7 +25,7 @@ from planner.search.exact.steps import NETWORK, Orders, SearchEnded, Splits, all
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8
 
-__all__ = ["Bounds", "launches_of", "list_edges", "list_plain_edges", "set_keys"]
+__all__ = ["Bounds", "fused_terms", "kernel_launches", "launches_of", "list_edges", "list_plain_edges", "set_keys"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +63,21 @@ class Bounds:
     def wanted(self, operands: int) -> bool:
         """Whether the gradient of a value of these operands is needed."""
         return bool(self.gradient_operands & operands)
+
+
+def fused_terms(table: Table, device: Device) -> int:
+    """Return how long the shortest side of a product is at most that a row runs as products by element, added up."""
+    return max([row.fused for row in table.rows.values() if row.kinds is None or device.kind in row.kinds])
+
+
+def kernel_launches(table: Table, device: Device) -> tuple[float, float]:
+    """Return how many operators any row that runs only steps with brackets launches at least; infinite without one.
+
+    The first is for steps of one index array, the second for those of several.
+    """
+    rows = [row for row in table.rows.values() if row.brackets and (row.kinds is None or device.kind in row.kinds)]
+    several = [row.launches for row in rows if row.brackets > 1]
+    return min((row.launches for row in rows), default=math.inf), min(several, default=math.inf)
 
 
 def list_edges(

@@ -17,10 +17,12 @@ import numpy as np
 from planner.cost.floor import Launches
 from planner.search.exact.network import POOL, ROWS, SCATTER, Bits, Network, Status, Value
 
-__all__ = ["BLOCK", "StepSizes", "ValueSizes", "number_of", "row_launches", "sizes_of", "split_blocks"]
+__all__ = ["BLOCK", "StepSizes", "ValueSizes", "has_tables", "number_of", "row_launches", "sizes_of", "split_blocks"]
 
 # How many steps numpy looks at at once.
 BLOCK = 1 << 15
+# The most axes of a bit set in an integer of 64 bits, and the most gathers: each multiplies the kinds of steps by nine.
+_MOST_AXES, _MOST_GATHERS = 62, 2
 
 Array = Any  # of float64, or a number
 
@@ -155,6 +157,12 @@ def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iter
             rows, columns = np.nonzero(good[left] & good[right])
             if len(rows):
                 yield union[rows], left[rows, columns], right[rows, columns]
+
+
+def has_tables(network: Network) -> bool:
+    """Whether numpy can list and bound the steps of all trees; bounds divide by sizes."""
+    few = len(network.axes) <= _MOST_AXES and len(network.gathers) <= _MOST_GATHERS
+    return few and 0 not in network.sizes.values()
 
 
 class ValueSizes:
