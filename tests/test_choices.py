@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+import planner  # noqa: E402
 from planner.bench.choices import ESTIMATES, _other_rows, estimates, known_plans, main, plan_on_card  # noqa: E402
 from planner.cost.device import PRESETS  # noqa: E402
 from planner.program.forms import GroupedForm, grouped_form  # noqa: E402
@@ -88,6 +89,19 @@ def test_a_convolution_and_its_gradients_are_one_step_each(card):
     convolution = "rows times matrices, added up, Triton"
     assert rows(plan) == [convolution, convolution, "taken rows times matrices, Triton"]
     assert plan.cost.retained_bytes == 0
+
+
+@pytest.mark.parametrize("spec", ["q[]c, q[]cb -> b", "x[]c, x[]cb -> y[]b"])
+@pytest.mark.parametrize("card", ["a100", "h100"])
+def test_single_numbers_that_choose_rows_are_planned_for_a_card(card, spec):
+    """Their gradients add up one row, which is no batch of rows."""
+    operands = [planner.Operand((4, 5), requires_grad=True), planner.Operand((4, 5, 3), requires_grad=True)]
+    indices = {name: () for name in "qxy" if f"{name}[" in spec}
+    plan = planner.plan(
+        spec, *operands, backend="torch", device=card, sizes={"y": 6} if "y" in spec else None, **indices
+    )
+    assert len(plan.steps) >= 3
+    assert plan.cost.seconds > 0
 
 
 def test_the_table_shows_each_choice_beside_others(capsys):

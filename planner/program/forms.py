@@ -388,11 +388,13 @@ class SummedForm:
         taken: the product of the rows, which lie in order or are taken.
         product: its spec, such as `x[n]j, q[n]jk -> nk`.
         sums: the spec of the sums, such as `nk -> d[n]k`.
+        rows: the form of the sums.
     """
 
     taken: TakenForm
     product: Spec
     sums: Spec
+    rows: RowsForm
 
 
 @cached_by_step
@@ -404,6 +406,7 @@ def summed_form(spec: Spec) -> SummedForm | str:
         form = _product_of_rows(Spec(spec.inputs, tuple(axes), spec.sizes))
         if form is not None and targets[0].axes == (*form.product.rows_a, *form.product.inner):
             rows = *targets[0].axes, *form.product.right
-            product = Spec(spec.inputs, rows, spec.sizes)
-            return SummedForm(form, product, Spec((rows,), spec.output, spec.sizes))
+            product, sums = Spec(spec.inputs, rows, spec.sizes), Spec((rows,), spec.output, spec.sizes)
+            found = rows_form(sums)
+            return found if isinstance(found, str) else SummedForm(form, product, sums, found)
     return "needs rows, each with a matrix, that are added up"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from planner.backends.common.kernel_rows import is_chosen
 from planner.backends.common.stock_layout import matrix_copies
@@ -228,11 +228,11 @@ def _added_work(op: Op, form: SummedForm, device: Device) -> list[Work]:
     # The products are in memory between both, of half types in float32.
     wide = max(4, size)
     between = Work(moved=2 * n * i * k * (wide - size), scratch=n * i * k * wide)
-    (added,) = _summed_work(sums, cast(RowsForm, rows_form(form.sums)), device)
+    (added,) = _summed_work(sums, form.rows, device)
     return [*_taken_work(product, form.taken, device), between, added._replace(flops=0)]
 
 
 def _run_added(op: Op, form: SummedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     products = _multiply(dataclasses.replace(op, spec=form.product), form.taken, inputs, index, wide=True)
     rows = products.reshape(form.sums.shape(form.sums.inputs[0]))
-    return _run_sums(Einsum(form.sums, op.dtype), cast(RowsForm, rows_form(form.sums)), [rows], index)
+    return _run_sums(Einsum(form.sums, op.dtype), form.rows, [rows], index)
