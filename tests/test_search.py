@@ -686,12 +686,14 @@ def test_a_deadline_ends_the_listing_of_steps_with_gathers():
     assert 20 * counts[0] < counts[1]
 
 
-def test_a_deadline_ends_the_listing_of_steps_with_gathers_by_numpy():
+@pytest.mark.parametrize("objective", ["time", "peak"])
+def test_a_deadline_ends_the_listing_of_steps_with_gathers_by_numpy(objective):
     spec, shapes = "q[n]ab,bc,cd,de,ea->n", [(9, 4, 5), (5, 6), (6, 3), (3, 7), (7, 4)]
     counts = []
     for options in ({"deadline": 1e-9}, {}):
         with mock.patch("planner.search.exact.vectors.sizes_of", side_effect=sizes_of) as sizes:
-            plan = planner.plan(spec, *shapes, backend="numpy", q=(10,), optimize="optimal", **options)
+            options |= {"backend": "numpy", "optimize": "optimal", "minimize": objective}
+            plan = planner.plan(spec, *shapes, q=(10,), **options)
         counts.append(sizes.call_count)
         assert plan.origin.startswith("exact")
     assert counts[0] == 0 < counts[1]

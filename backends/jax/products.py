@@ -27,7 +27,7 @@ _TOGETHER = 64
 # Elements of a block that a copy reorders within the cache.
 _BLOCK = 4096
 # A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications. With fewer
-# columns than this, or rows of a turned product, it takes even longer, by the square of their number.
+# columns than this, or rows or columns of a turned product, it takes even longer, by the square of their number.
 _FOLDED, _TURNED = 24, 20
 # If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
 # copied elements.

@@ -73,9 +73,9 @@ _WORTH_JOINING = 2**20
 # Multiplications of a product with few terms for which a loop by element is worth such a step.
 _WORTH_ADDING = 2**13
 # The part of a large product's rate that such a loop runs at: 0.03 to 0.15 ns were measured for each multiplication
-# (AMD EPYC, JAX 0.10.2, 2026-11-25). With strides it takes 0.2 ns; with long ones, where each element is in another
-# line of the cache, 0.3 ns, or 0.7 ns if both operands have one; and with more than 4 terms of a product of matrices
-# 0.3 ns (two busy cores of the same, 2026-11-27).
+# (AMD EPYC, JAX 0.10.2, 2026-11-25). With strides it takes 0.2 ns, and with more than 4 terms of a product of matrices
+# 0.2 to 0.3 ns, which have one rate; with long strides, where each element is in another line of the cache, 0.3 ns, or
+# 0.7 ns if both operands have one (two busy cores of the same, 2026-11-27).
 _ADDING_RATE, _STRIDED_RATE, _LONG_STRIDE, _FAR_RATES = 0.25, 0.125, 16, (0.055, 0.026)
 # The most terms of such a sum.
 _MOST_ADDED = 8

@@ -244,7 +244,8 @@ class SearchSpace:
                 from planner.search.exact.survivors import SplitFilter
 
                 bounds = self.step_bounds(objective if objective in ADDITIVE else "time")
-                few = SplitFilter(self.steps, self.requires, bounds, objective == "retained" and all(self.requires))
+                repeats = objective == "retained" and all(self.requires)
+                few = SplitFilter(self.steps, self.requires, bounds, repeats, self.ends)
                 if limits.memory is not None:
                     few.drop_above_peak(limits.memory)
                 for tree in few.good_trees(objective == "peak", limits.memory is not None):

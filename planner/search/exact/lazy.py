@@ -170,7 +170,8 @@ class LazySearch:
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
         if left_over > MOST_EDGES:
-            left_over = listing.put_prices({step: first_of(edge.key) for step, edge in priced.items()}, first_of(key))
+            prices = {step: first_of(edge.key) for step, edge in priced.items() if edge.children}
+            left_over = listing.put_prices(prices, first_of(key))
         try:
             while True:
                 bound = pack((int(listing.least), 0, 0, 0))

@@ -21,7 +21,8 @@ __all__ = ["BLOCK", "StepSizes", "ValueSizes", "has_tables", "number_of", "row_l
 
 # How many steps numpy looks at at once.
 BLOCK = 1 << 15
-# The most axes of a bit set in an integer of 64 bits, and the most gathers: each multiplies the kinds of steps by nine.
+# The most axes of a bit set in an integer of 64 bits, and the most gathers: each multiplies the kinds of products by
+# eleven.
 _MOST_AXES, _MOST_GATHERS = 62, 2
 
 Array = Any  # of float64, or a number

@@ -59,15 +59,26 @@ class SplitFilter:
         bounds: what bounds on the score depend on.
         repeats: whether the backward program runs all products but the last again. Of gathers nothing is assumed: rows
             that are taken or added up last need no product again.
+        deadline: the time of `time.monotonic` at which to end, or None.
+
+    Raises:
+        SearchEnded: the deadline was over before all steps were bounded.
     """
 
-    def __init__(self, steps: NetworkSteps, requires: Sequence[bool], bounds: Bounds, repeats: bool) -> None:
+    def __init__(
+        self,
+        steps: NetworkSteps,
+        requires: Sequence[bool],
+        bounds: Bounds,
+        repeats: bool,
+        deadline: float | None = None,
+    ) -> None:
         leaves = {1 << operand: 0 for operand in range(len(requires))}
-        self._listing = VectorListing(steps.network, leaves, bounds, limit=np.inf)
+        self._listing = VectorListing(steps.network, leaves, bounds, deadline, np.inf)
         self._everything, root = steps.network.everything, self._listing.root
         again = dataclasses.replace(bounds, gradient_operands=0)
         repeats = repeats and not steps.network.gathers
-        repeated = VectorListing(steps.network, leaves, again, limit=np.inf).blocks if repeats else None
+        repeated = VectorListing(steps.network, leaves, again, deadline, np.inf).blocks if repeats else None
         # Operands take no memory, and what casts and first steps make of them may be views.
         made = itemsize(steps.dtype) * self._listing.elements
         gradient = made * self._listing.wanted

@@ -54,7 +54,7 @@ class VectorListing:
         root: the value that trees compute.
         elements: the number of elements of each value.
         wanted: whether the gradient of each value is needed.
-        blocks: the steps, those into small sets first; of few operands all of them.
+        blocks: the steps, those into small sets first; none if there are more operands than `KEPT_OPERANDS`.
         least: the least score of any tree by these bounds; more than the limit if no tree is known to be within it.
     """
 
@@ -387,7 +387,7 @@ def least_rows(result: Any, scores: Any) -> tuple[Any, Any]:
 def tree_steps(root: int, parts: tuple[Any, Any]) -> list[tuple[int, int, int]]:
     """Return the steps of a tree: each value and the values that it is computed from, those first.
 
-    The second is 0 in a step on one value. Both are in a step that reads an operand.
+    The second is 0 in a step on one value. Both are 0 in a step that reads an operand.
 
     Args:
         root: the value that the tree computes.
