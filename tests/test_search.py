@@ -718,6 +718,7 @@ LIMITS = st.sampled_from(((None, None), (0.5, None), (0.8, None), (None, 0.5), (
 
 
 @settings(max_examples=examples(25, 1_000))
+@example(5, 693, "time", (0.8, None))  # operands take no memory
 @given(st.integers(3, 6), st.integers(0, 10**6), st.sampled_from(OBJECTIVES), LIMITS)
 def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, objective, shares):
     """The search without the filter finds the same tree."""
