@@ -131,7 +131,7 @@ class LazySearch:
         return self._search_listed(splits or all_splits)
 
     def _uses_vectors(self) -> bool:
-        """Whether numpy lists the steps, if there are many."""
+        """Whether there are so many steps that numpy lists them, and it can."""
         many = len(self.network.leaves) >= VECTOR_OPERANDS
         return many and self.bounds.hold and has_tables(self.network)
 

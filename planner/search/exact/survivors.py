@@ -104,10 +104,9 @@ class SplitFilter:
                 finished[b] + backward[a],
             )
             descended = np.maximum(descended, given[result] + gradient[a] + gradient[b])
-            starts = np.flatnonzero(np.diff(result, prepend=-1))
-            for least, peaks in ((forward, computed), (backward, descended)):
-                values = result[starts]
-                least[values] = np.minimum(least[values], np.minimum.reduceat(peaks, starts))
+            for known, peaks in ((forward, computed), (backward, descended)):
+                rows, least = least_rows(result, peaks)
+                known[result[rows]] = np.minimum(known[result[rows]], least)
             if repeated is not None:
                 floors = floors + np.where(result == root, 0.0, repeated[number][3])
             self._blocks.append(_Block(result, a, b, np.maximum(computed, descended), floors))
