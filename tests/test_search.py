@@ -723,7 +723,8 @@ LIMITS = st.sampled_from(((None, None), (0.5, None), (0.8, None), (None, 0.5), (
 def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, objective, shares):
     """The search without the filter finds the same tree."""
     draw = Random(seed)
-    spec, shapes, arrays = MAKERS[draw.choice(("chain", "dense", "gathers"))](min(operands, 5), draw)
+    kind = draw.choice(("chain", "dense", "gathers"))
+    spec, shapes, arrays = MAKERS[kind](min(operands, 5) if kind == "gathers" else operands, draw)
     indices = {name: np.zeros(shape, int) for name, shape in arrays.items()}
     dtypes = tuple(draw.choice(("float32", "float32", "float64")) for _ in shapes)
     requires = draw.choice(((False,), (True,), (False, True))) * operands
