@@ -10,6 +10,7 @@ lines as one JSON file and as a table in Markdown.
     --out FOLDER    where the files go (docs/benchmarks); the lines go to <part>-<time>.jsonl
     --seconds N     stop each part after this many seconds; the item that runs then is written as unfinished
     --part NAME     torch or jax; all by default
+    --step NAME     only this step of a part, such as checks; may be repeated; all by default
     --smoke         tiny sizes on a CPU with interpreted kernels: tests that the command works
     --adopt FOLDER  measure nothing: take over the tiles, rates and tables that a run left in a folder
 """
@@ -155,7 +156,14 @@ def _raise(error: Exception) -> Mapping[str, Any]:
 # -- the process that uses the card ----------------------------------------------------------------------
 
 
-def serve(make: Callable[[], Card], part: str, smoke: bool, lines: str, seconds: float = WHOLE) -> None:
+def serve(
+    make: Callable[[], Card],
+    part: str,
+    smoke: bool,
+    lines: str,
+    seconds: float = WHOLE,
+    steps: Sequence[str] | None = None,
+) -> None:
     """Run the items, and write each result to standard output as a line of JSON, after a line that announces it.
 
     Args:
@@ -164,6 +172,7 @@ def serve(make: Callable[[], Card], part: str, smoke: bool, lines: str, seconds:
         smoke: whether to run tiny sizes on a CPU.
         lines: the file with the results of earlier processes, which are not repeated.
         seconds: what all steps together may take.
+        steps: the names of the steps to run; None for all.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Output that libraries print goes to standard error, so that it does not mix with the lines.
@@ -175,7 +184,7 @@ def serve(make: Callable[[], Card], part: str, smoke: bool, lines: str, seconds:
 
     done = [json.loads(line) for line in pathlib.Path(lines).read_text().splitlines()]
     try:
-        _serve(make(), part, smoke, done, seconds, say)
+        _serve(make(), part, smoke, done, seconds, say, steps)
     except Exception as error:  # the parent process reports why this one stopped
         say({"what": PROCESS, "error": _said(error)})
 
@@ -187,6 +196,7 @@ def _serve(
     done: Sequence[Mapping[str, Any]],
     seconds: float,
     say: Callable[[Mapping[str, Any]], None],
+    steps: Sequence[str] | None,
 ) -> None:
     if not smoke and card.device is None:
         say({"what": PROCESS, "error": f"{part} sees no card here; --smoke runs tiny sizes on the CPU"})
@@ -195,6 +205,8 @@ def _serve(
         say({"what": "circumstances", **_circumstances(card, part, smoke)})
     known = {(line.get("step"), line["what"]) for line in done}
     for step in card.steps():
+        if steps is not None and step.name not in steps:
+            continue
         took = sum(line.get("took_seconds", 0.0) for line in done if line.get("step") == step.name)
         left = step.seconds * seconds / WHOLE - took
         for item in _items(step):
@@ -327,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, metavar="N")
     parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--step", action="append")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--adopt", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--serve", metavar="LINES", help=argparse.SUPPRESS)
@@ -338,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.serve is not None:
         (part,) = options.part
         module = importlib.import_module(f"{__package__}.cards.{part}_card")
-        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve, options.seconds or 1e9)
+        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve, options.seconds or 1e9, options.step)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     # By default JAX allocates most of the card's memory at once.
@@ -348,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         path = options.out / f"{part}-{now}-{os.getpid()}.jsonl"
         command = [sys.executable, "-m", f"{__package__}.card", "--part", part, *["--smoke"] * options.smoke]
+        command += [word for step in options.step or () for word in ("--step", step)]
         ends = float("inf")
         if options.seconds is not None:
             command += ["--seconds", str(options.seconds)]

@@ -110,9 +110,13 @@ class Engine:
 
 
 class TorchEngine(Engine):
-    """PyTorch on a CPU."""
+    """PyTorch.
 
-    name = "torch"
+    Attributes:
+        place: the name of torch's device.
+    """
+
+    name, place = "torch", "cpu"
     differentiates = True
     conjugates = True
 
@@ -126,9 +130,9 @@ class TorchEngine(Engine):
 
         tensor = torch.from_numpy(np.asarray(x))
         wanted = getattr(torch, dtype) if dtype else tensor.dtype
-        if tensor.dtype == wanted:
+        if tensor.dtype == wanted and self.place == "cpu":
             return tensor
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted).copy_(tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=self.place).copy_(tensor)
 
     def described(self, x: Any) -> tuple[Array, str]:
         """The values as NumPy has them, and the dtype's name."""
@@ -136,7 +140,7 @@ class TorchEngine(Engine):
 
         x = x.detach().resolve_conj()
         name = str(x.dtype).removeprefix("torch.")
-        return (x.float() if x.dtype == torch.bfloat16 else x).numpy(), name
+        return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy(), name
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Return the dtype that torch promotes tensors to."""

@@ -64,7 +64,7 @@ class Stage:
         spec = op.spec
         if isinstance(op, Guard):
             # An entry at the place of a dropped index is multiplied by a row that is taken, of zeros.
-            arrays += [np.ones(gather.size or 0, op.dtype) for gather in op.dropped]
+            arrays += [np.ones(gather.size or 0, arrays[0].dtype) for gather in op.dropped]
             spec = dataclasses.replace(spec, inputs=(*spec.inputs, *((gather,) for gather in op.dropped)))
         raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in spec.arrays}
         text = str(spec)

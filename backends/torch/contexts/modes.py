@@ -226,9 +226,10 @@ def hint(size: Any) -> int:
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
-    from torch.fx.experimental.symbolic_shapes import optimization_hint  # loaded by whatever made the symbol
+    from torch.fx.experimental import symbolic_shapes  # loaded by whatever made the symbol
 
-    return int(optimization_hint(size, 1024))
+    read = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # torch 2.11 has no other
+    return int(read(size, 1024))
 
 
 def differ(first: Any, second: Any) -> bool:
