@@ -107,14 +107,14 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `grouped_matmul` without a target, see the package.
 
-    If a matrix is small enough for one program, one walk over the rows makes both; but not on tensor cores by parts.
+    One walk over the rows makes both in half types, if a matrix is small enough for one program.
     """
     n, (_, i, j), k, drops = groups.rows, a.shape, c.shape[2], _drops(groups)
     gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
     how, table = precision(gout, k), None
     plan: tuple[Any, ...] = ()
-    one_walk = covers_pair(j, k) and how != "bf16x6"
+    one_walk = covers_pair(j, k, a.element_size())
     if one_walk:
         tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
         tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)

@@ -8,11 +8,11 @@ The parts of x are first = bf16(x), second = bf16(2^7 (x - first)) and third = b
 x = first + second / 2^7 + third / 2^14. Without these powers of two, the parts of numbers below 1e-31 would be too
 small for bfloat16. The products second x third and third x third are left out: they are at most 2^-24 of a product.
 
-Tensor cores round sums towards zero. So they add only 16 terms at a time. These sums are added in float32, and what
-rounding loses is added up apart, in `low`. `tests/kernels/test_arithmetic.py` measures the errors: from 64 terms on
-they are below those of float32's own sums. Below 5e-38 numbers are less accurate. Infinity and NaN are as in float32,
-with two exceptions: infinity times a number below 2^-134 is NaN, and a result within 1% of the largest float32 may be
-infinite.
+Tensor cores round sums towards zero. So products of first parts are added up 32 at a time, and these sums in float32;
+the other products are small, and are added up apart, in `low`. `tests/kernels/test_arithmetic.py` measures the errors:
+from 256 terms on they are below those of float32's own sums. Below 5e-38 numbers are less accurate. Infinity and NaN are
+as in float32, with two exceptions: infinity times a number below 2^-134 is NaN, and a result within 1% of the largest
+float32 may be infinite.
 """
 
 from __future__ import annotations
@@ -88,29 +88,24 @@ def split(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_product(x, y, total, low, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the product of two tiles to a sum that is kept as `total + low`; by parts, tiles have 16 terms."""
+    """Add the product of two tiles to a sum that is kept as `total + low / 2^7`; by parts, tiles have 32 terms."""
     if PRECISION == "bf16x6":
         x1, x2, x3 = split(x)
         y1, y2, y3 = split(y)
-        small = tl.dot(x2, y2)
-        small = tl.dot(x3, y1, small)
-        small = tl.dot(x1, y3, small)
-        small = tl.dot(x2, y1, small * 0.0078125)
-        small = tl.dot(x1, y2, small) * 0.0078125
-        product = tl.dot(x1, y1)
-        # Knuth's two-sum: what rounding loses of `total + product`.
-        summed = total + product
-        change = summed - total
-        low += small + ((total - (summed - change)) + (product - change))
-        return summed, low
+        least = tl.dot(x2, y2)
+        least = tl.dot(x3, y1, least)
+        least = tl.dot(x1, y3, least)
+        low = tl.dot(x2, y1, low)
+        low = tl.dot(x1, y2, low) + least * 0.0078125
+        return total + tl.dot(x1, y1), low
     else:
         return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype), low
 
 
 @triton.jit
 def joined(total, low, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return `total + low`. If `total` is infinite, `low` is NaN and does not count."""
+    """Return `total + low / 2^7`. If `total` is infinite, `low` is NaN and does not count."""
     if PRECISION == "bf16x6":
-        return tl.where(tl.abs(low) < float("inf"), total + low, total)
+        return tl.where(tl.abs(low) < float("inf"), total + low * 0.0078125, total)
     else:
         return total

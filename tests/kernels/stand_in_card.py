@@ -141,7 +141,7 @@ def calls(a, c, q):
     """A call, the same call in training, and its backward pass."""
     leaves = [x.clone().requires_grad_() for x in (a, c)]
     result = planner.contract(SEED, *leaves, q=q)
-    gradient = torch.ones(result.shape)
+    gradient = torch.ones(result.shape, dtype=result.dtype)
     return (
         lambda: planner.contract(SEED, a, c, q=q),
         lambda: planner.contract(SEED, *leaves, q=q),
@@ -172,7 +172,7 @@ def convolution():
         indices[name].longest = int(q.flatten().bincount().max())  # no kernel ran here that could tell
     plan = planner.plan("x[pi]c, w[p]cm -> o[pi]m", x, w, sizes={"o": 87_680}, device=H200, **indices)
     result = plan(x, w, **indices)
-    gradient = torch.ones(result.shape)
+    gradient = torch.ones(result.shape, dtype=result.dtype)
 
     def backward():
         return torch.autograd.grad(result, (x, w), gradient, retain_graph=True)
@@ -234,9 +234,10 @@ def aligned():
 
 def unprepared():
     found = {}
-    for groups, sides in ((2048, 64), (5000, 16)):
-        forward, training, backward = calls(*operands(8192, groups, sides))
-        found[groups] = [launches_of(run) for run in (forward, training, backward)]
+    a, c, q = operands(8192, 2048, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        forward, training, backward = calls(a.to(dtype), c.to(dtype), q)
+        found[str(dtype).removeprefix("torch.")] = [launches_of(run) for run in (forward, training, backward)]
     return found
 
 
