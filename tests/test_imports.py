@@ -19,6 +19,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "triton")
 ROOMS = (
     "planner.version", "planner.progress", "planner.language",
     "planner.kernels.grouping", "planner.kernels.tiled_product", "planner.kernels.segment_sum",
+    "planner.kernels.take",
     "planner.kernels.grouped_matmul", "planner.kernels.gathered_dot",
     "planner.cost", "planner.program",
     "planner.backends.common", "planner.backends.numpy", "planner.backends.torch", "planner.backends.jax",

@@ -1,8 +1,9 @@
 """The rows of torch's table that read or add up rows through index arrays by Triton kernels on CUDA.
 
 There torch takes rows, multiplies and adds them up in three operators with the rows in memory between them, and adds by
-atomics, so in any order. Four rows do without:
+atomics, so in any order. Four rows do without, and a fifth takes rows faster than torch:
 
+    take               s[e]c -> ec                   and whatever else is read through index arrays, of any dtype
     segment sum        s[e]c, e -> d[e]c             sums of rows, and of products of rows: messages of graphs
     dots of rows       s[e]c, d[e]c -> e             their gradients
     taken rows         x[n]j, q[n]jk -> nk           grouped products, and
@@ -20,6 +21,7 @@ from typing import Any
 
 from planner.backends.common.kernel_rows import is_chosen
 from planner.backends.common.stock_layout import matrix_copies
+from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.cuda.rows import (
     CUT,
     LAUNCHES,
@@ -34,8 +36,10 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.segment_sum import WINDOW
+from planner.kernels.take import MOST_AXES, MOST_INDICES, Read
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, Term, term_gathers
+from planner.language.spec import Spec, Term, term_axes, term_gathers
+from planner.program.calls import shape_in
 from planner.program.forms import RowsForm, SummedForm, TakenForm, rows_form, summed_form, taken_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
@@ -54,11 +58,48 @@ def indexed_rows() -> list[Implementation]:
         return form_row(name, find_einsum, work, run, layouts, refuses, kinds=("cuda",), brackets=3)
 
     return [
+        form_row(
+            "take, Triton", _find_take, _take_work, _run_take, lambda op, form: (None,), any_sizes=True,
+            kinds=("cuda",), brackets=MOST_INDICES, inputs=1,
+        ),
         row("segment sum, Triton", _find_sums, _summed_work, _run_sums, lambda op, form: (None,)),
         row("dots of rows, Triton", _find_dots, _dots_work, _run_dots, _dots_layouts),
         row("taken rows times matrices, Triton", taken_form, _taken_work, _run_taken, _taken_layouts),
         row("rows times matrices, added up, Triton", summed_form, _added_work, _run_added, lambda op, form: (None,)),
-    ]
+    ]  # fmt: skip
+
+
+def _find_take(op: Op) -> Read | str:
+    """Return how a step reads its input, or why it is no take."""
+    spec = op.spec
+    if not isinstance(op, Einsum) or stock_kind(op) != "take":
+        return "the step is of another kind"
+    (term,), out = spec.inputs, spec.output
+    gathers = tuple(dict.fromkeys(term_gathers(term)))
+    if not set(term_axes(term)) <= set(out) or len(set(out)) < len(out):
+        return "what is taken is summed, or written on a diagonal"
+    if len(gathers) > MOST_INDICES or len(out) + (op.dtype == "complex128") > MOST_AXES:
+        return f"the kernel knows up to {MOST_INDICES} index arrays, and {MOST_AXES} axes"
+
+    def places(entries: Sequence[Any], wanted: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(d for d, entry in enumerate(entries) if entry == each) for each in wanted)
+
+    indexed = zip(places(term, gathers), [places(gather.axes, out) for gather in gathers], strict=True)
+    return Read(places(term, out), tuple(indexed))
+
+
+def _take_work(op: Op, form: Read, device: Device) -> list[Work]:
+    return [Work(moved=op.bytes_touched(), fresh=(op.result_bytes(),), launches=1)]
+
+
+def _run_take(op: Op, form: Read, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec = op.spec
+    arrays = [index[gather] for gather in dict.fromkeys(spec.gathers)]
+    shape, drops = shape_in(index, spec, spec.output), getattr(index, "may_drop", True)
+    return (_take(inputs[0], form, arrays, shape, drops),)
+
+
+_take = kernel_function("take.triton_take", "take")
 
 
 def _find_sums(spec: Spec) -> RowsForm | str:
