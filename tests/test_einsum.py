@@ -95,6 +95,17 @@ def test_torch_call_forms(torch):
         planner.einsum("ij,jk", a, b.numpy())
 
 
+@pytest.mark.parametrize("kinds", [("bool", "bool"), ("float32", "int32"), ("int32", "int64")])
+def test_torch_multiplies_booleans_and_two_dtypes_in_any_order_of_axes(torch, kinds):
+    """`torch.einsum` refuses these, so it is not called for a result in another order either."""
+    a, b = (torch.ones(2, 3, 3, dtype=getattr(torch, kind)) for kind in kinds)
+    for spec in ("bij,bjk->bik", "bij,bjk->kbi"):
+        for _ in range(2):
+            result = planner.einsum(spec, a, b)
+            assert result.dtype == torch.promote_types(a.dtype, b.dtype)
+            assert bool((result == (1 if result.dtype == torch.bool else 3)).all())
+
+
 def test_torch_views_are_views(torch):
     a = torch.zeros(3, 3)
     planner.einsum("ij->ji", a)[0, 1] = 1.0

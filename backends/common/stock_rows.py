@@ -163,7 +163,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
     if kind == "broadcast":  # a view; a step that needs it in memory pays
         return [Work(launches=1)]
-    if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
+    if kind == "matmul" and op.dtype == "bool" and device.kind != "cuda":  # multiplied as int32
         return [*parts, Work(scratch=4 * sum(spec.elements))]
     if kind in ("matmul", "multiply") and device.kind == "cpu":
         form, layouts = product_form(spec), op.layouts or (None, None)

@@ -28,6 +28,7 @@ from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm
 
 __all__ = [
+    "MOST_MULTIPLIED",
     "OPS",
     "TorchOps",
     "as_output",
@@ -49,6 +50,10 @@ __all__ = [
     "unseen",
     "viewing",
 ]
+
+
+# How many products of elements are in memory at once where torch has no product of matrices.
+MOST_MULTIPLIED = 2**24
 
 
 @lru_cache(maxsize=64)
@@ -119,6 +124,25 @@ def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
     return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
 
 
+def _has_matmul(x: Tensor) -> bool:
+    """Return whether torch multiplies matrices of such tensors: none of booleans, and none of integers on a card."""
+    dtype = x.dtype
+    return dtype.is_floating_point or dtype.is_complex or not (dtype == torch.bool or x.is_cuda)
+
+
+def multiply_and_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices, or batches of them, element by element, and sum: some terms of all elements at a time."""
+    terms, rows = a.shape[-1], math.prod(a.shape[:-1])
+    most = terms if is_recorded(a) else max(1, MOST_MULTIPLIED // max(1, rows * b.shape[-1]))
+    total: Tensor | None = None
+    for start in range(0, max(terms, 1), max(most, 1)):
+        part = a[..., start : start + most, None] * b[..., None, start : start + most, :]
+        part = part.sum(-2, dtype=a.dtype)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.contiguous()
+
+
 def viewing(order: Sequence[int], lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return the function that permutes a tensor and joins dimensions; arguments are the last ones of `stock.viewing`.
 
@@ -172,8 +196,8 @@ class TorchOps:
         return x.sum(tuple(dims), dtype=x.dtype)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype == torch.bool:
-            return torch.matmul(a.int(), b.int()).bool()
+        if not _has_matmul(a):
+            return multiply_and_sum(a, b) if a.is_cuda else torch.matmul(a.int(), b.int()).bool()
         if a.dim() == 2:
             return torch.mm(a, b)
         # Of several batch axes `torch.matmul` makes one, in a fraction of the time that reshapes in Python take.
@@ -187,7 +211,7 @@ class TorchOps:
         direct = matrix_product(form, spec)
         if direct is None:
             return product
-        return lambda a, b: direct(a, b) if a.dtype != torch.bool else product(a, b)
+        return lambda a, b: direct(a, b) if _has_matmul(a) else product(a, b)
 
     def product_of_views(self, form: ProductForm, spec: Spec, recorded: bool) -> Product:
         """Return the function that computes a product, of any dtype but bool, if no matrix needs to be copied.

@@ -71,9 +71,10 @@ def product_rows() -> list[Implementation]:
         return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, inputs=2, **fields)
 
     return [
-        row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, least=_sliced_least),
+        row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, inexact=("cuda",),
+            least=_sliced_least),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
-            least=_batched_least),
+            inexact=("cuda",), least=_batched_least),
         row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
             least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,12 +28,13 @@ from planner.backends.common.stock_rows import (
     TAKE_LAUNCHES,
     VIEW_LAUNCHES,
     flat_stock_work,
+    stock_kind,
     stock_rows,
 )
 from planner.backends.torch.cuda.indexed import indexed_rows
 from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
-from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
+from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -41,10 +43,11 @@ from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
 from planner.language.cached import cached_by_step
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import is_inexact, itemsize
+from planner.language.spec import term_axes
 from planner.program.forms import GroupedForm, PooledForm, pooled_form
 from planner.program.implementations import Implementation, PreparedRun, Run, Table
-from planner.program.ops import JointGradient, Op
+from planner.program.ops import JointGradient, Op, joint_elements
 
 __all__ = ["make_table"]
 
@@ -187,10 +190,37 @@ def make_table() -> Table:
     on_card = [*cuda_rows(), *indexed_rows()] if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
-    stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
+    stock = stock_rows(OPS, cast, GUARD, work=_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
     stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
+    for place, row in enumerate(stock):
+        if row.name == "matmul":
+            stock[place : place + 1] = [dataclasses.replace(row, inexact=("cuda",)), _of_integers(row)]
     launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
     return Table([*stock, *product_rows(), *grouped, *on_card], more=launches)
+
+
+def _of_integers(row: Implementation) -> Implementation:
+    """Return the row for products of matrices of integers and booleans on a card, which torch does not multiply."""
+
+    def supports(op: Op) -> str | None:
+        return row.supports(op) or (f"torch multiplies matrices of {op.dtype}" if is_inexact(op.dtype) else None)
+
+    return dataclasses.replace(row, name="multiply integers, sum", supports=supports, kinds=("cuda",))
+
+
+def _stock_work(op: Op, device: Device) -> list[Work]:
+    """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
+    parts, spec = flat_stock_work(op, device), op.spec
+    if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):
+        return parts
+    products, size = joint_elements(spec), itemsize(op.dtype)
+    axes = {axis for term in spec.inputs for axis in term_axes(term)} & {*term_axes(spec.output)}
+    result = max(1, math.prod(spec.shape(tuple(sorted(axes)))))
+    terms = max(1, MOST_MULTIPLIED // result)
+    wide, turns = min(products, terms * result), -(-products // (terms * result))
+    moved = 2 * size * (products + max(0, turns - 1) * result)
+    scratch = size * (wide + (result if turns > 1 else 0))
+    return [*parts, Work(moved=moved, scratch=scratch, fresh=(size * wide,), launches=3 * turns)]
 
 
 def _indexed(row: Implementation) -> Implementation:

@@ -22,6 +22,7 @@ from planner.cost.floor import Launches
 from planner.cost.layout import Layout
 from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
+from planner.language.dtypes import is_inexact
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Indices, Member, PreparedRun, RangedIndices, Run, Stepwise
@@ -56,6 +57,7 @@ class Implementation:
         stock: whether this is the framework's own operator, as a user would call it. The naive plan uses only these.
         kinds: the kinds of device that it runs on; None for all.
         capabilities: the compute capabilities of graphics cards that it runs on, times ten; None for all.
+        inexact: the kinds of device on which it computes in no integers or booleans.
         layouts: returns how the results lie in memory, if arrays have strides; None if all are row-major.
         variant_of: the row of which this is another tiling at the same cost, for `optimize="measure"` to time; or "".
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
@@ -76,6 +78,7 @@ class Implementation:
     stock: bool = False
     kinds: tuple[str, ...] | None = None
     capabilities: tuple[int, ...] | None = None
+    inexact: tuple[str, ...] = ()
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
     bounded: bool = False
@@ -89,14 +92,15 @@ class Implementation:
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
-        if isinstance(op, Guard):
-            return None if self.name == MASK else "the step is a guard"
-        if isinstance(op, Loop):
-            return None if self.name == LOOP else "the step is a loop"
+        for kind, name in ((Guard, MASK), (Loop, LOOP)):
+            if isinstance(op, kind):
+                return None if self.name == name else f"the step is a {kind.__name__.lower()}"
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
         if self.capabilities is not None and device.capability not in self.capabilities:
             return f"it runs on compute capability {' and '.join(f'{x / 10:.1f}' for x in self.capabilities)}"
+        if device.kind in self.inexact and not is_inexact(op.dtype):
+            return f"it does not multiply {op.dtype} on {device.kind}"
         return self.supports(op)
 
     def prepared(self, op: Op) -> Run:
@@ -132,13 +136,9 @@ def form_row(
         assert refusal_of(form) is None, form
         return form
 
-    def supports(op: Op) -> str | None:
-        refusal = refusal_of(find(op))
-        return refuses(op) if refusal is None else refusal
-
     return Implementation(
         name,
-        supports,
+        lambda op: refusal_of(find(op)) or refuses(op),
         lambda op, device: device.price(*work(op, form_of(op), device)),
         PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes),
         bounded=True,
@@ -194,7 +194,7 @@ class Table:
         for row in rows:
             if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:
                 continue
-            if (row.refusal(op, device) if row.capabilities or special else row.supports(op)) is None:
+            if (row.refusal(op, device) if row.capabilities or row.inexact or special else row.supports(op)) is None:
                 choices.append(_price(row, op, device))
                 best = min([key(choice.cost) for choice in choices]) if key else ()
         if len(choices) > 1 and not plain:  # of equally good ones the first of the table is taken
