@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -64,12 +65,15 @@ class _Flag:
     """Where kernels on one stream tell of a bad index, as `planner.kernels.grouping.triton_grouping.Check` has it."""
 
     def __init__(self, device: torch.device) -> None:
-        on_card, told = device.type == "cuda", torch.zeros(2, dtype=torch.int64, device="cpu")
-        with torch.inference_mode(False):  # calls outside of that mode use it too
-            # Kernels that read an index array again write to the second word, which nobody looks at.
-            self.word, self.unread = (told.pin_memory() if on_card else told.clone()).split(1)
-            self.poison = torch.ones(1, device=device)
+        on_card = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if on_card else None
+
+        def make() -> tuple[Tensor, ...]:
+            told = torch.zeros(2, dtype=torch.int64, device="cpu")
+            # Kernels that read an index array again write to the second word, which nobody looks at.
+            return *(told.pin_memory() if on_card else told).split(1), self._one(device)
+
+        self.word, self.unread, self.poison = _apart(make)
         self.captured = False  # whether a CUDA graph writes to it
         self.seen = ctypes.c_int64.from_address(self.word.data_ptr())
 
@@ -79,9 +83,24 @@ class _Flag:
             word, self.seen.value = self.seen.value, 0
             if word and self.captured:
                 self.poison.fill_(1)
-            elif word:
-                self.poison = torch.ones_like(self.poison)
+            elif word and not _ends:
+                self.poison = _apart(partial(self._one, self.poison.device))
         return word
+
+    def _one(self, device: torch.device) -> Tensor:
+        with torch.cuda.stream(self.stream):
+            return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def _apart(make: Callable[[], Any]) -> Any:
+    """Return what a function makes in a thread of its own, for memory that outlives the call.
+
+    What a thread allocates may come from a pool, as it does where `torch.compile` runs a function before it captures
+    it. Such a pool must not hold what the function does not return; and a thread of its own allocates from none. Nor is
+    it in the caller's modes.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 class _Asked:
@@ -111,6 +130,7 @@ _flags: dict[tuple[int, int], _Flag] = {}
 _tickets: dict[Any, int] = {}
 _asked: list[_Asked] = []
 _every_call = False
+_ends = False  # whether Python ends, and starts no more threads
 _lock = threading.Lock()
 # Flags of a process that this one was forked from. They are kept, since a child cannot free memory of a card.
 _of_parents: list[dict[tuple[int, int], _Flag]] = []
@@ -307,6 +327,8 @@ if hasattr(os, "register_at_fork"):
 
 def _at_exit() -> None:
     """Raise what is pending when Python ends, which prints it."""
+    global _ends
+    _ends = True
     with contextlib.suppress(RuntimeError):  # the device may have failed before
         for flag in _flags.values():
             if flag.poison.device.type == "cuda":

@@ -14,6 +14,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import weakref
 from unittest import mock
 
@@ -31,6 +32,7 @@ from planner.cost.device import H200  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped  # noqa: E402
 from planner.kernels.grouping import torch_grouping, triton_grouping, triton_launch  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
 
 CHEAP = dataclasses.replace(H200, flop_rate=float("inf"), launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
 SPEC = "nij, q[n]jk -> nik"
@@ -387,6 +389,66 @@ def test_a_call_leaves_no_cycle_behind(card):
         assert held() is None
     finally:
         gc.enable()
+
+
+def tensors_alive():
+    gc.collect()
+    return {id(x): x for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "prepared"),
+    [
+        (SPEC, ((40, 2, 3), (5, 3, 4)), False),
+        (SPEC, ((40, 2, 3), (5, 3, 4)), True),
+        ("nd, q[n]d -> n", ((40, 3), (5, 3)), False),
+        ("q[n]d -> nd", ((5, 3),), False),
+    ],
+)
+def test_a_compiled_call_leaves_nothing_in_its_pool(card, monkeypatch, spec, shapes, prepared):
+    """A pool serves one thread, and what a CUDA graph's holds after a call must be results. So a flag, with the first
+    call on a stream or after an error, is made in another thread.
+    """
+    monkeypatch.setattr(type(load_backend("torch")), "device", lambda self, operands: CHEAP)
+    monkeypatch.setattr(checks, "_flags", {})
+    streams, apart = iter(range(1, 99)), []
+    monkeypatch.setattr(triton_launch, "place_of", lambda x: (0, stream))
+    ones = torch.ones
+
+    def recording_ones(*arguments, **options):
+        made = ones(*arguments, **options)
+        if threading.current_thread() is not threading.main_thread():
+            apart.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "ones", recording_ones)
+    leaves = [torch.randint(-2, 3, shape).float().requires_grad_() for shape in shapes]
+    rows = torch.arange(40) % 5
+    q = planner.group(rows, 5) if prepared else rows
+    compiled = torch.compile(lambda *xs: planner.contract(spec, *xs, q=q), backend="aot_eager", fullgraph=True)
+
+    def call():
+        result = compiled(*leaves)
+        return torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+    stream = next(streams)
+    expected = call()  # compiles
+    for bad in (False, False, True):
+        stream, before = next(streams), tensors_alive()
+        if bad and not prepared:
+            rows[3] = 9
+            with contextlib.suppress(planner.IndexRangeError):
+                call()
+            rows[3] = 3
+            with contextlib.suppress(planner.IndexRangeError):
+                planner.synchronize()
+        found = call()
+        assert all(map(torch.equal, found, expected))
+        del found
+        allowed = {id(y) for flag in checks._flags.values() for y in (flag.word, flag.unread, flag.word._base)}
+        left = [x for name, x in tensors_alive().items() if name not in before and name not in allowed]
+        assert all(any(x is y for y in apart) for x in left), left
+    assert prepared or apart
 
 
 FORKS = """
