@@ -17,7 +17,7 @@ class Fake:
         yield Step("checks", 200, lambda: check_items(self.checks()))
         yield Step("rates", 100, lambda: rate_items(self.rates()))
         yield Step("slow", 0, lambda: check_items((name, str) for name in "abc"))
-        yield Step("calls", 240, lambda: comparison_items(self.comparisons(), self.seconds, self.extra_bytes))
+        yield Step("calls", 240, lambda: comparison_items(self.comparisons(), self.figures))
 
     def checks(self):
         yield "right", lambda: ""
@@ -50,13 +50,10 @@ class Fake:
         print("a library prints")
         yield CardComparison("sum", {"planner": len, "other": None}, 8.0)
 
-    def seconds(self, program):
+    def figures(self, program):
         if program is None:
             raise RuntimeError("it is not installed")
-        return 1e-3
-
-    def extra_bytes(self, program):
-        return 64
+        return {"seconds": 1e-3, "extra_bytes": 64}
 
 
 if __name__ == "__main__":

@@ -121,26 +121,21 @@ def rate_items(rates: Iterator[tuple[str, Callable[[], float]]]) -> Iterator[Ite
 
 def comparison_items(
     families: Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]],
-    seconds: Callable[[Program], float],
-    extra_bytes: Callable[[Program], int | None],
+    figures: Callable[[Program], Mapping[str, Any]],
 ) -> Iterator[Item]:
     """Yield an item for each program of comparisons that share arrays.
 
     Args:
         families: names, and functions that make the arrays and the comparisons.
-        seconds: returns the median seconds of many runs of a program.
-        extra_bytes: returns the most bytes that a run allocates; None if this is not known.
+        figures: returns the median `seconds` of many runs of a program; the `device_seconds` of these, without what
+            the host adds, if they are known; and the `extra_bytes`, the most that a run allocates, None if not known.
     """
-
-    def time_it(program: Program) -> Mapping[str, Any]:
-        return {"seconds": seconds(program), "extra_bytes": extra_bytes(program)}
-
     for family, make in families:
         try:
             for comparison in make():
                 for way, program in comparison.ways.items():
                     about = {"comparison": comparison.what, "way": way, "least_bytes": comparison.least_bytes}
-                    yield Item({"what": f"{comparison.what}: {way}", **about}, partial(time_it, program))
+                    yield Item({"what": f"{comparison.what}: {way}", **about}, partial(figures, program))
         except Exception as error:  # the arrays could not be made; the next family has other arrays
             yield Item({"what": family}, partial(_raise, error))
 

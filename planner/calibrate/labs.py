@@ -101,6 +101,13 @@ class TorchLab(Lab):
     def sort(self, x: Any) -> Any:
         return self.torch.sort(x.to(self.torch.int16), stable=True).indices
 
+    def group(self, x: Any, size: int) -> Any:
+        if self.where.type == "cpu":
+            return super().group(x, size)
+        from planner.kernels.grouping.torch_grouping import group_rows
+
+        return group_rows(x, size)  # preparing an index would wait for the card
+
     def finish(self, result: Any) -> None:
         if self.where.type == "cuda":
             self.torch.cuda.synchronize()

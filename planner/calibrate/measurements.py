@@ -188,7 +188,7 @@ def _kernel_seconds(lab: Lab, device: Device) -> float:
     """Measure what a Triton kernel takes beyond an operator, in a step on a few numbers; 0 if there are none."""
     if lab.key.kind != "cuda" or importlib.util.find_spec("triton") is None:
         return 0.0
-    run = _step(lab, "kbde,embd->mbk", (2, 2, 2, 2), (2, 2, 2, 2), row="matmul without copies, Triton")
+    run = _step(lab, "q[n]d -> nd", (4, 8), row="take, Triton", q=lab.integers(4, 100))
     return max(seconds_of(lab, run, blocks=20) - device.launch_seconds, 0.0)
 
 

@@ -69,17 +69,19 @@ def _markdown(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) ->
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines += [f"- {about['date']}, commit {about['commit']}, {versions}; {about['wrong']} checks failed"]
     lines += [f"- {name} {rate:.3g}" for name, rate in about["rates"].items()]
-    lines += ["", "| what | way | time | beside the least | extra memory |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", "| what | way | time | on the card | beside the least | extra memory |", "| --- " * 6 + "|"]
     copy = about["rates"].get("copy, bytes/s")
     for line in results:
         if "comparison" not in line or "seconds" not in line:
             continue
         floor = line["least_bytes"] / copy if copy else 0.0
-        beside = f"{line['seconds'] / floor:.2f}x" if floor else ""
+        alone = line.get("device_seconds")
+        beside = f"{(alone or line['seconds']) / floor:.2f}x" if floor else ""
+        card = f"{1e6 * alone:.1f} us" if alone else ""
         extra = line["extra_bytes"]
         memory = "" if extra is None else f"{extra / 1e6:.1f} MB"
         # What flushing the cache takes was subtracted: nothing may be left.
-        time = f"{1e6 * line['seconds']:.1f} us | {beside}" if line["seconds"] else "too short to measure |"
+        time = f"{1e6 * line['seconds']:.1f} us | {card} | {beside}" if line["seconds"] else "too short to measure | |"
         lines.append(f"| {line['comparison']} | {line['way']} | {time} | {memory} |")
     if best := best_tiles(results):
         lines += ["", "| product | bucket | fastest tiles | time | default tiles |", "| --- | --- | --- | --- | --- |"]

@@ -103,6 +103,10 @@ class JaxCard:
         memory = program.compiled.memory_analysis() if isinstance(program, _Way) else None
         return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
+    def figures(self, program: Program) -> Mapping[str, Any]:
+        """Return the time of a program, and the memory that it takes."""
+        return {"seconds": self.seconds(program), "extra_bytes": self.extra_bytes(program)}
+
     def kernels(self) -> dict[str, Any]:
         """Return the kernels of grouped products by name: stock XLA's, JAX's `ragged_dot`, and Mosaic's where they run.
 
@@ -128,7 +132,7 @@ class JaxCard:
         yield Step("checks", 150, lambda: check_items(self.checks()))
         yield Step("prices", 40, lambda: rate_items(self.rates()))
         yield Step("ragged_dot", 50, self.ragged)
-        yield Step("calls", 300, lambda: comparison_items(self.comparisons(), self.seconds, self.extra_bytes))
+        yield Step("calls", 300, lambda: comparison_items(self.comparisons(), self.figures))
 
     def ragged(self) -> Iterator[Item]:
         """Yield for each dtype what XLA makes of `ragged_dot`: cuDNN's kernel, or products with all matrices."""

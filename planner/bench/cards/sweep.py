@@ -20,6 +20,7 @@ import torch
 
 from planner.backends.torch.executable import Executable
 from planner.kernels.tiled_product.measured import forced
+from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
 from planner.language.derive import transpose
 from planner.language.spec import term_gathers
 from planner.program.frameworks import load_backend
@@ -37,9 +38,10 @@ _ROWS = {
 # By name: sizes of n, i, j, k, the number of groups, the dtype, and what is computed.
 PROBLEMS: dict[str, tuple[int, int, int, int, int, str, str]] = {
     "seed float32": (131_072, 1, 64, 64, 2048, "float32", "forward"),
-    "seed float32 gradients": (131_072, 1, 64, 64, 2048, "float32", "gradients"),
+    "seed float32 outer": (131_072, 1, 64, 64, 2048, "float32", "outer"),
     "seed bfloat16": (131_072, 1, 64, 64, 2048, "bfloat16", "forward"),
     "seed bfloat16 gradients": (131_072, 1, 64, 64, 2048, "bfloat16", "gradients"),
+    "8 experts float32": (8192, 1, 2048, 2048, 8, "float32", "forward"),
     "8 experts": (8192, 1, 2048, 4096, 8, "bfloat16", "forward"),
     "8 experts outer": (8192, 1, 2048, 4096, 8, "bfloat16", "outer"),
     "64 experts": (8192, 1, 512, 1024, 64, "bfloat16", "forward"),
@@ -49,13 +51,15 @@ PROBLEMS: dict[str, tuple[int, int, int, int, int, str, str]] = {
 }
 TINY: dict[str, tuple[int, int, int, int, int, str, str]] = {
     "tiny": (90, 2, 20, 24, 3, "float32", "forward"),
-    "tiny gradients": (90, 1, 20, 24, 3, "float32", "gradients"),
+    "tiny gradients": (90, 1, 20, 24, 3, "bfloat16", "gradients"),
 }
 # Changes of the tiles that were chosen. All products of the sweep take each of them, as far as it fits.
 CHANGES: tuple[dict[str, int], ...] = (
     {}, {"m": 32}, {"m": 64}, {"m": 128}, {"k": 16}, {"k": 32}, {"k": 64}, {"warps": 4}, {"warps": 8}, {"stages": 1},
     {"stages": 3}, {"stages": 4}, {"m": 32, "k": 16, "warps": 4, "stages": 3},
     {"m": 128, "n": 128, "k": 64, "warps": 8, "stages": 3}, {"m": 256, "n": 128, "k": 64, "warps": 8, "stages": 3},
+    {"m": 128, "n": 256, "k": 64, "warps": 8, "stages": 3}, {"m": 128, "n": 128, "k": 64, "warps": 4, "stages": 3},
+    {"m": 32, "k": 32, "warps": 2, "stages": 1}, {"m": 64, "k": 64, "warps": 4, "stages": 1},
 )  # fmt: skip
 
 
@@ -134,7 +138,9 @@ def _by_group(spec: Any, inputs: Sequence[Any], q: Any, groups: int) -> Any:
 
 def precisions(name: str) -> tuple[str, ...]:
     """Return the precisions that a product is timed in."""
-    return ("ieee", "bf16x6", "tf32") if (PROBLEMS | TINY)[name][5] == "float32" else ("ieee",)
+    n, _, j, _, groups, dtype, what = (PROBLEMS | TINY)[name]
+    parts = ("bf16x6",) * multiplies_by_parts(n // groups if what == "outer" else j, 90)
+    return ("ieee", *parts, "tf32") if dtype == "float32" else ("ieee",)
 
 
 @contextlib.contextmanager
