@@ -16,6 +16,7 @@ from hypothesis import assume
 from planner.cost.device import Device
 from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
+from planner.language.spec import Spec, indexed_dims, row_axes
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Stepwise, Table
@@ -38,7 +39,7 @@ class Stage:
         plan: the plan.
         number: the step's place in `plan.steps`.
         step: the step.
-        inputs: arrays of the plan's framework.
+        inputs: arrays of the plan's framework. Those of a guard hold NaN in the rows that no index names.
         given: the backend's object that binds a step to its inputs.
     """
 
@@ -60,15 +61,14 @@ class Stage:
         op = self.step.op
         # In JAX, values may have dimensions of size 1 that the step's spec lacks: a step removes them when it reads.
         arrays = [engine.described(x)[0].reshape(n) for x, n in zip(self.inputs, op.input_shapes, strict=True)]
-        shapes = dict(self.plan.resolved.index_shapes)
         spec = op.spec
         if isinstance(op, Guard):
+            if (unread := _unread_rows(engine, self.plan, op, indices)) is not None:
+                arrays[0] = np.where(unread, np.zeros((), arrays[0].dtype), arrays[0])
             # An entry at the place of a dropped index is multiplied by a row that is taken, of zeros.
             arrays += [np.ones(gather.size or 0, arrays[0].dtype) for gather in op.dropped]
             spec = dataclasses.replace(spec, inputs=(*spec.inputs, *((gather,) for gather in op.dropped)))
-        raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in spec.arrays}
-        text = str(spec)
-        arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
+        text, arguments = str(spec), _arguments(engine, self.plan, spec, indices)
 
         def evaluate(arrays: Sequence[Array]) -> list[Array]:
             if isinstance(op, Gradients):
@@ -86,7 +86,41 @@ class Stage:
         return evaluate(arrays), [None if exact else functools.partial(room, place) for place in places]
 
 
-def stages(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], gradient: Any) -> Iterator[Stage]:
+def _arguments(engine: Engine, plan: Plan, spec: Spec, indices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the oracle is given beside the operands of a step's spec."""
+    shapes = dict(plan.resolved.index_shapes)
+    raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in spec.arrays}
+    return {"sizes": spec.output_shape, "index_mode": plan.index_mode, **raw}
+
+
+def _unread_rows(engine: Engine, plan: Plan, op: Guard, indices: Mapping[str, Any]) -> Array | None:
+    """Return a mask of the rows of a guard's input that no index names; it broadcasts to the input.
+
+    The oracle counts how often each row is read: as often as an index adds one to it.
+    """
+    if op.rows is None:
+        return None
+    rows, addressed = row_axes(op.rows), tuple(op.rows[dim] for dim in indexed_dims(op.rows))
+    spec = Spec((rows,), addressed, op.spec.sizes)
+    reads = reference(str(spec), np.ones(spec.shape(rows)), **_arguments(engine, plan, spec, indices))
+    shape = [op.spec.size(entry) if entry in addressed else 1 for entry in op.rows]
+    return np.asarray(reads == 0).reshape(shape)
+
+
+def _inputs(engine: Engine, plan: Plan, op: Op, arrays: Sequence[Any], indices: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the inputs of a step: those of a guard with NaN in unread rows, which frameworks may zero or not else."""
+    unread = _unread_rows(engine, plan, op, indices) if isinstance(op, Guard) else None
+    if unread is None or not unread.any():
+        return arrays
+    values, dtype = engine.described(arrays[0])
+    poisoned = values.copy(order="K")
+    poisoned[np.broadcast_to(unread, op.input_shapes[0]).reshape(values.shape)] = np.nan
+    return [engine.array(poisoned, dtype)]
+
+
+def stages(
+    engine: Engine, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], gradient: Any
+) -> Iterator[Stage]:
     """Run a plan's forward program step by step; then the backward program too, if there is an output gradient."""
     backend, programs = load_backend(plan.backend), plan.programs
     stepwise = backend.stepwise(plan, operands, indices)
@@ -98,7 +132,8 @@ def stages(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], grad
             stepwise = backend.stepwise(plan, operands, indices, gradient, {v: values[v] for v in programs.kept})
             values = dict(stepwise.values)
         for step in program.steps:
-            stage = Stage(plan, number, step, [values[v] for v in step.inputs], stepwise)
+            inputs = _inputs(engine, plan, step.op, [values[v] for v in step.inputs], indices)
+            stage = Stage(plan, number, step, inputs, stepwise)
             yield stage
             values.update(zip(step.outputs, stage.run(step.choice.lowering), strict=True))
             number += 1
@@ -139,7 +174,7 @@ def run_step(
         PlannerError: there is no such step or implementation.
     """
     engine, rows = engine_of(plan.backend), load_backend(plan.backend).table.rows
-    for stage in stages(plan, operands, indices, gradient):
+    for stage in stages(engine, plan, operands, indices, gradient):
         if stage.number == number:
             name = lowering or stage.step.choice.lowering
             if name not in rows:
@@ -166,7 +201,7 @@ def lowerings(engine: Engine, subject: Subject, problem: Problem) -> None:
         # As a variant the row is chosen by no plan.
         rows = {name: dataclasses.replace(row, name=name, variant_of=row.name) for name, row in own.items()}
         with mock.patch.dict(table.rows, rows):
-            for stage in (stage for plan in plans for stage in stages(plan, operands, indices, gradient)):
+            for stage in (stage for plan in plans for stage in stages(engine, plan, operands, indices, gradient)):
                 op = stage.step.op
                 if isinstance(op, Cast) or op in seen:
                     continue

@@ -363,6 +363,24 @@ def test_masks_are_judged_by_what_they_mean():
         assert (found == expected).all()
 
 
+@pytest.mark.parametrize("framework", [name for name in installed() if name != "numpy"])
+@pytest.mark.parametrize("spec", ["q[], q[] cd, cbd -> c", "d q[ac], q[ac], abc, dca -> c q[ac]"])
+def test_masks_zero_the_rows_that_no_index_names(framework, spec):
+    """A framework may zero them always, or only where they hold NaN: the law puts NaN there. In all index modes."""
+    assert check(spec, backends=framework, laws="every lowering", max_examples=12).passed
+
+
+@pytest.mark.parametrize("framework", [name for name in installed() if name != "numpy"])
+def test_masks_that_leave_nan_in_unread_rows_are_found(framework, monkeypatch):
+    if framework == "jax":
+        monkeypatch.setattr("planner.backends.jax.guards.zero_unread_rows", lambda x, *rest: x)
+    else:
+        monkeypatch.setattr("planner.backends.common.masks.find_read_rows", lambda ops, x, *rest: ops.zeros((), x) == 0)
+    report = check("q[], q[] ce, cbe -> c", sizes={"q": 3}, backends=framework, laws="every lowering", max_examples=8)
+    assert not report.passed
+    assert "as 'mask'" in str(report)
+
+
 @TORCH
 def test_programs_of_steps_and_memory_run():
     problem = Problem("nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 2)), indices={"q": np.array([2, 0, 0, 1])})

@@ -25,7 +25,6 @@ from planner.testing.engines import Engine, JaxEngine, TorchEngine
 from planner.testing.judgement import Broken, Subject
 from planner.testing.laws import LAWS, Law, both
 from planner.testing.problem import Problem
-from planner.testing.steps import lowerings
 from planner.testing.strategies import problems
 
 __all__ = ["CudaEngine", "main"]
@@ -62,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share, _ = map(int, options.share.split("/"))
     engine: Engine = JaxEngine() if options.framework == "jax" else TorchEngine() if options.smoke else CudaEngine()
     laws = [law for law in LAWS if law.name in _NAMES]
-    if options.framework == "jax":
-        laws = [law for law in laws if law.holds is not lowerings]
-    elif not options.smoke:
+    if options.framework == "torch" and not options.smoke:
         laws += [Law("Triton, where it can", _cheap, {"max_size": 5}, derives=True)] * 3
     ends, held, broken, turn = time.monotonic() + options.seconds, collections.Counter[str](), 0, 0
     while time.monotonic() < ends:
@@ -83,8 +80,7 @@ def _broken(engine: Engine, law: Law, dtype: str, number: int, ends: float) -> l
     """Check a law on a few problems; return for each what broke, None if it held."""
     found: list[dict[str, Any] | None] = []
     small = {"max_axes": 4, "max_size": 2, "max_value": 1, "max_operands": 3} if "float16" in dtype else {}
-    modes = ("raise",) if law.holds is lowerings else ("raise", "drop", "clip")
-    drawn = {"index_modes": modes, **law.draws, "dtypes": (dtype,), **small}
+    drawn = {"index_modes": ("raise", "drop", "clip"), **law.draws, "dtypes": (dtype,), **small}
 
     @seed(number)
     @settings(
