@@ -51,7 +51,7 @@ PROBLEMS: dict[str, tuple[int, int, int, int, int, str, str]] = {
 }
 TINY: dict[str, tuple[int, int, int, int, int, str, str]] = {
     "tiny": (90, 2, 20, 24, 3, "float32", "forward"),
-    "tiny gradients": (90, 1, 20, 24, 3, "bfloat16", "gradients"),
+    "tiny gradients": (90, 1, 20, 24, 3, "float16", "gradients"),
 }
 # Changes of the tiles that were chosen. All products of the sweep take each of them, as far as it fits.
 CHANGES: tuple[dict[str, int], ...] = (
