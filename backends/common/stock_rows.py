@@ -254,6 +254,8 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     if kind in ("sum", "multiply"):
         return [work]
     taken, added = _count_rows(spec)
+    if added and device.kind == "cuda":  # atomic operations, one for each element; calibration adds rows of 16
+        added = -(-joint_elements(spec) // 16)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
