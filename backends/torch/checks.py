@@ -3,8 +3,8 @@
 The kernel that brings an index array into range, or sorts it, writes to a flag when it meets an index out of range.
 There is one flag for each device and stream. A part of it is memory of the host, which the device writes to and which
 the host looks at without waiting; so a CUDA graph that is replayed raises its flag too. `raise_pending` raises the
-error. Results that the index had a say in are NaN by then: kernels that walk sorted rows write NaN for a row with a bad
-index, and for all sums over groups. What other steps computed is multiplied by the flag's `poison`.
+error. Results that the index had a say in are NaN by then: kernels that take rows or walk sorted rows write NaN for a
+row with a bad index, and for all sums over groups. What other steps computed is multiplied by the flag's `poison`.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str
             return group_rows(torch_in_range(whole, gather, mode)[0].reshape(-1), size, drops=False)
         return group_rows(whole.reshape(-1), size, told)
 
-    return IndexArray(whole.reshape(shape), normal, may_drop=False, sort=sort)
+    return IndexArray(whole.reshape(shape), normal, may_drop=False, sort=sort, check=lambda: check(whole))
 
 
 def raise_pending() -> None:

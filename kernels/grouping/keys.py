@@ -24,6 +24,9 @@ class IndexArray:
             share them, and so do the calls with a prepared index. None if the kernel must sort them.
         sort: a function that takes the number of groups, and returns the values sorted, their range checked on the way.
             None if the range must be checked before.
+        check: a function that returns where a kernel that reads all values tells of one out of range, and writes NaN
+            for it: a `planner.kernels.grouping.triton_grouping.Check`, or None if that cannot be now. None if the range
+            must be checked before.
     """
 
     values: Any
@@ -32,6 +35,7 @@ class IndexArray:
     bad: Callable[[Any], Any] | None = None
     groups: Callable[[], Any] | None = None
     sort: Callable[[int], Any] | None = None
+    check: Callable[[], Any] | None = None
 
     def part(self, values: Any) -> Any:
         """Return a part of the values, brought into range."""

@@ -4,7 +4,8 @@ The contract: `x` is any tensor of any dtype, and `out` is row-major. Each axis 
 with a stride of each, which may be 0; an index array walks `x` with a stride of its own. So axes may be permuted,
 repeated or taken from diagonals, and several index arrays may name a place together. Index arrays are of any integer
 dtype and in any strides, with values in `[0, size]`. The value `size` stands for no row and gives zeros, and nothing is
-read for it. Bits are copied as they are, so equal calls give equal bits.
+read for it. A single index array may come unchecked where floats are taken: then the kernel brings it into range. Bits
+are copied as they are, so equal calls give equal bits.
 """
 
 from __future__ import annotations

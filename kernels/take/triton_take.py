@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from planner.kernels.grouping.triton_grouping import Check
 from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import REGISTERS
 from planner.kernels.take import MOST_AXES, MOST_INDICES, Read
@@ -35,6 +36,9 @@ _OUTER = MOST_AXES - 1
 _COPIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.uint8)  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_NONE = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -53,9 +57,12 @@ def _place(a, b, c, d, by_a, by_b, by_c, by_d):  # type: ignore[no-untyped-def]
 @triton.jit
 def _named(  # type: ignore[no-untyped-def]
     index, by_a, by_b, by_c, by_d, by_inner, stride, size, a, b, c, d, inner, outer_there, inner_there,
-    DROPS: tl.constexpr, INDEX: tl.constexpr,
+    word, poison, ticket, DROPS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return how far an index array goes in `x`, and which of its entries name a row."""
+    """Return how far an index array goes in `x`, which of its entries name a row, and which are out of range.
+
+    With a word, negative entries count from the end, and one out of range is told.
+    """
     if by_a is None:
         place = (inner * by_inner)[None, :]
         there = inner_there[None, :]
@@ -65,19 +72,30 @@ def _named(  # type: ignore[no-untyped-def]
         if by_inner is not None:
             place = place + (inner * by_inner)[None, :]
             there = there & inner_there[None, :]
-    at = tl.load(index + place, mask=there, other=0).to(INDEX)
+    at = tl.load(index + place, mask=there, other=0)
+    if word is not None:
+        at = at.to(tl.int64)
+        bad = there & ((at < -size) | (at >= size))
+        at = tl.where(at < 0, at + size, at)
+        first = tl.min(tl.where(bad, place.to(tl.int64), _NONE))
+        tl.store(word, (tl.cast(ticket, tl.int64) << 40) + first + 1, mask=first < _NONE)
+        tl.store(poison, float("nan"), mask=first < _NONE)
+        there = there & (bad == 0)
+    else:
+        bad = there & (place < 0)
+    at = at.to(INDEX)
     if DROPS:
         there = there & (at < size)
-    return at * stride, there
+    return at * stride, there, bad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ticket"])
 def take_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     x, x_a, x_b, x_c, x_d, x_inner,
     q, q_a, q_b, q_c, q_d, q_inner, q_stride, q_size,
     r, r_a, r_b, r_c, r_d, r_inner, r_stride, r_size,
     s, s_a, s_b, s_c, s_d, s_inner, s_stride, s_size,
-    out, size_a, size_b, size_c, outer, inner,
+    out, size_a, size_b, size_c, outer, inner, word, poison, ticket,
     DROPS: tl.constexpr, INDEX: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Copy one tile.
@@ -90,6 +108,7 @@ def take_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         out: pointer to the result, `(outer, inner)`, contiguous.
         size_a, size_b, size_c: sizes of outer axes; None if there is no axis beyond.
         outer, inner: how many elements there are.
+        word, poison, ticket: where an entry of `q` out of range is told; None if all are in range.
         DROPS: whether an index may name no row.
         INDEX: a type for all positions.
     """
@@ -111,26 +130,35 @@ def take_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     where = _place(a, b, c, d, x_a, x_b, x_c, x_d)[:, None]
     if x_inner is not None:
         where = where + (i * x_inner)[None, :]
-    far, found = _named(q, q_a, q_b, q_c, q_d, q_inner, q_stride, q_size, a, b, c, d, i, o_there, i_there, DROPS, INDEX)
+    far, found, bad = _named(
+        q, q_a, q_b, q_c, q_d, q_inner, q_stride, q_size, a, b, c, d, i, o_there, i_there,
+        word, poison, ticket, DROPS, INDEX,
+    )  # fmt: skip
     where = where + far
     found = there & found
     if r is not None:
-        far, r_found = _named(
-            r, r_a, r_b, r_c, r_d, r_inner, r_stride, r_size, a, b, c, d, i, o_there, i_there, DROPS, INDEX
-        )
+        far, r_found, _ = _named(
+            r, r_a, r_b, r_c, r_d, r_inner, r_stride, r_size, a, b, c, d, i, o_there, i_there,
+            None, None, None, DROPS, INDEX,
+        )  # fmt: skip
         where = where + far
         found = found & r_found
     if s is not None:
-        far, s_found = _named(
-            s, s_a, s_b, s_c, s_d, s_inner, s_stride, s_size, a, b, c, d, i, o_there, i_there, DROPS, INDEX
-        )
+        far, s_found, _ = _named(
+            s, s_a, s_b, s_c, s_d, s_inner, s_stride, s_size, a, b, c, d, i, o_there, i_there,
+            None, None, None, DROPS, INDEX,
+        )  # fmt: skip
         where = where + far
         found = found & s_found
     taken = tl.load(x + where, mask=found, other=0)
+    if word is not None:
+        taken = tl.where(bad, float("nan"), taken).to(taken.dtype)
     tl.store(out + o[:, None] * inner + i[None, :], taken, mask=there)
 
 
-def take(x: Tensor, read: Read, indices: Sequence[Tensor], shape: Sequence[int], drops: bool) -> Tensor:
+def take(
+    x: Tensor, read: Read, indices: Sequence[Tensor], shape: Sequence[int], drops: bool, check: Check | None = None
+) -> Tensor:
     """Return what index arrays name in a tensor, row-major.
 
     Args:
@@ -139,6 +167,8 @@ def take(x: Tensor, read: Read, indices: Sequence[Tensor], shape: Sequence[int],
         indices: the index arrays.
         shape: the shape of the result, of up to `MOST_AXES` axes.
         drops: whether an index may be the size of what it indexes.
+        check: where an entry out of range is told. What it names is NaN then, and negative entries count from the end.
+            This is for floats and a single index array, contiguous and read as a whole.
     """
     x, shape = x.resolve_conj().resolve_neg(), tuple(shape)
     out = x.new_empty(shape)
@@ -146,8 +176,9 @@ def take(x: Tensor, read: Read, indices: Sequence[Tensor], shape: Sequence[int],
         return out
     given, into = _copied(x), _copied(out)
     index_facts = [fact for index in indices for fact in (index.dtype, index.stride())]
-    key = "take", read, x.dtype, x.shape, x.stride(), shape, drops, *index_facts
-    replayed(key, (given, into, *indices), lambda: _launch(given, into, read, indices, shape, drops))
+    key = "take", read, x.dtype, x.shape, x.stride(), shape, drops, check and check.ticket, *index_facts
+    told = (None, None) if check is None else check[:2]
+    replayed(key, (given, into, *indices, *told), lambda: _launch(given, into, read, indices, shape, drops, check))
     return out
 
 
@@ -158,7 +189,15 @@ def _copied(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.element_size() > 8 else x.view(_INTEGERS[x.element_size()])
 
 
-def _launch(x: Tensor, out: Tensor, read: Read, indices: Sequence[Tensor], shape: tuple[int, ...], drops: bool) -> None:
+def _launch(
+    x: Tensor,
+    out: Tensor,
+    read: Read,
+    indices: Sequence[Tensor],
+    shape: tuple[int, ...],
+    drops: bool,
+    check: Check | None,
+) -> None:
     by, sizes = x.stride(), list(out.shape)
     walks = [[sum([by[d] for d in dims]) for dims in read.x]]
     steps = [sum([by[d] for d in dims]) for dims, _ in read.indices]
@@ -179,6 +218,7 @@ def _launch(x: Tensor, out: Tensor, read: Read, indices: Sequence[Tensor], shape
     arguments += [None] * 8 * (MOST_INDICES - len(indices))
     below = outer[:0:-1]  # the sizes of outer axes, without the first
     arguments += [out, *below, *[None] * (_OUTER - 1 - len(below)), count // inner, inner]
+    arguments += [None] * 3 if check is None else check
     block_i = min(_TILE, triton.next_power_of_2(inner))
     block_o = min(_TILE // block_i, triton.next_power_of_2(count // inner))
     # Positions are computed up to a tile beyond the last.

@@ -10,6 +10,7 @@ import triton
 from compile_row_sums import Compiled, Driver
 from triton.backends.compiler import GPUTarget
 
+from planner.kernels.grouping.triton_grouping import Check
 from planner.kernels.take import Read, triton_take
 
 ROWS = Read(((), (1,)), (((0,), ((0,), ())),))  # s[e]c -> ec
@@ -28,6 +29,10 @@ def launch_all(dtype, index_dtype, few):
 
     for width, drops in itertools.product((64,) if few else (1, 3, 16, 64, 2048, 5000), (False, True)):
         take(torch.zeros(100, width, dtype=dtype), ROWS, (4096, width), (4096,), drops=drops)
+        if dtype.is_floating_point and drops:  # the kernel checks indices
+            index, told = torch.zeros(4096, dtype=index_dtype), torch.zeros(2, dtype=torch.int64)
+            check = Check(told[1:], torch.ones(1), 3)
+            triton_take.take(torch.zeros(100, width, dtype=dtype), ROWS, [index], (4096, width), False, check)
     for width in () if few else (16, 17):
         take(torch.zeros(width, 100, dtype=dtype).T, ROWS, (4096, width), (4096,))
         take(torch.zeros(2, 100, width, dtype=dtype), BATCH, (2, 50, width), (2, 50))

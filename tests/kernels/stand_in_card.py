@@ -241,6 +241,28 @@ def unprepared():
     return found
 
 
+def takes():
+    """A take, and the same in training with its backward pass, by a prepared index and by one that is not."""
+    x, found = torch.ones(2048, 64), {}
+    q = torch.randint(0, 2048, (131_072,))
+    prepared = planner.group(q, 2048)
+    prepared.longest = int(q.bincount().max())  # no kernel ran here that could tell
+    for name, index in {"prepared": prepared, "not": q}.items():
+        leaf = x.clone().requires_grad_()
+        result = planner.contract("q[n]d -> nd", leaf, q=index)
+        gradient = torch.ones(result.shape)
+        runs = (
+            lambda i=index: planner.contract("q[n]d -> nd", x, q=i),
+            lambda r=result, a=leaf, g=gradient: torch.autograd.grad(r, a, g, retain_graph=True),
+        )
+        for run in runs:
+            run()
+        found[name] = [launches_of(run) for run in runs]
+        found[f"{name}, calls"] = calls_of(runs[0])
+        found[f"{name}, microseconds"] = microseconds(runs[0])
+    return found
+
+
 def places():
     """Calls on tensors of device 1 while device 0 is current, on two streams; and the flags that they use."""
     a, c, q = operands(64, 4, 16)

@@ -22,6 +22,7 @@ from test_row_sums import ALL_CARDS, Launches, resolved  # noqa: E402
 
 from planner.cost.device import H200  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
+from planner.kernels.grouping.triton_grouping import Check  # noqa: E402
 from planner.kernels.take import Read, triton_take  # noqa: E402
 from planner.program.calls import RangedIndices  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
@@ -80,6 +81,33 @@ def test_rows_of_any_width_and_dtype(seed, dtype, index_dtype, rows, size, drops
     found = taken_rows(x, q, drops, index_dtype)
     assert (found.dtype, found.is_contiguous()) == (x.dtype, True)
     assert torch.equal(found, torch.from_numpy(expected).to(x.dtype))
+
+
+@settings(max_examples=examples(40, 600))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES[:4]), index_dtype=st.sampled_from(INDEX_DTYPES),
+    shape=st.sampled_from([(1, 1), (30, 1), (5, 7), (3, 700)]), width=st.sampled_from([1, 3, 16, 33]),
+    order=st.sampled_from([(0, 1, 2), (2, 0, 1), (0, 2, 1), (1, 0, 2)]), bad=st.booleans(),
+)  # fmt: skip
+def test_indices_that_are_not_in_range_yet(seed, dtype, index_dtype, shape, width, order, bad):
+    """Negative ones count from the end. Rows of wrong ones are NaN, one of which is told, and no other is touched."""
+    random, size = np.random.default_rng(seed), 9
+    q = torch.from_numpy(random.integers(0 if index_dtype == torch.uint8 else -size, size, shape)).to(index_dtype)
+    flat, wrong = q.view(-1), []
+    if bad:
+        wrong = random.integers(0, q.numel(), 2)
+        flat[wrong] = torch.tensor([9, 100], dtype=index_dtype)
+    values = random.integers(0, 50, (size, width))
+    read = Read(tuple({2: (1,)}.get(d, ()) for d in order), (((0,), tuple({2: ()}.get(d, (d,)) for d in order)),))
+    check = Check(torch.zeros(1, dtype=torch.int64), torch.ones(1), 5)
+    sizes = *shape, width
+    with mock.patch.object(torch.Tensor, "new_empty", poisoned_empty):
+        found = triton_take.take(laid(random, values, dtype), read, [q], [sizes[d] for d in order], False, check)
+    expected = values[np.where(np.isin(np.arange(q.numel()), wrong).reshape(shape), 0, q.long().numpy())].astype(float)
+    expected.reshape(q.numel(), width)[wrong] = np.nan
+    assert torch.equal(found.double().nan_to_num(-1), torch.from_numpy(expected).permute(order).nan_to_num(-1))
+    assert check.poison.isnan().all() == bad
+    assert (int(check.word) - 1) in [(5 << 40) + int(place) for place in wrong] if bad else int(check.word) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

@@ -24,6 +24,7 @@ from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.cuda.rows import (
     CUT,
+    DTYPES,
     LAUNCHES,
     TABLES,
     cuda_kernels,
@@ -78,7 +79,7 @@ def _find_take(op: Op) -> Read | str:
     gathers = tuple(dict.fromkeys(term_gathers(term)))
     if not set(term_axes(term)) <= set(out) or len(set(out)) < len(out):
         return "what is taken is summed, or written on a diagonal"
-    if len(gathers) > MOST_INDICES or len(out) + (op.dtype == "complex128") > MOST_AXES:
+    if len(term_gathers(term)) > MOST_INDICES or len(out) + (op.dtype == "complex128") > MOST_AXES:
         return f"the kernel knows up to {MOST_INDICES} index arrays, and {MOST_AXES} axes"
 
     def places(entries: Sequence[Any], wanted: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
@@ -93,10 +94,13 @@ def _take_work(op: Op, form: Read, device: Device) -> list[Work]:
 
 
 def _run_take(op: Op, form: Read, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec = op.spec
-    arrays = [index[gather] for gather in dict.fromkeys(spec.gathers)]
-    shape, drops = shape_in(index, spec, spec.output), getattr(index, "may_drop", True)
-    return (_take(inputs[0], form, arrays, shape, drops),)
+    gathers, shape, drops = op.spec.gathers, shape_in(index, op.spec, op.spec.output), getattr(index, "may_drop", True)
+    if len(gathers) == 1 and op.dtype in DTYPES and len({*gathers[0].axes}) == len(gathers[0].axes):
+        given = None if gathers[0] in index else index.given.get(gathers[0])
+        check = None if given is None or given.check is None else given.check()
+        if check is not None:
+            return (_take(inputs[0], form, [given.values], shape, drops, check),)
+    return (_take(inputs[0], form, [index[gather] for gather in gathers], shape, drops),)
 
 
 _take = kernel_function("take.triton_take", "take")
