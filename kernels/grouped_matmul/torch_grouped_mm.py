@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.kernels.grouping.torch_grouping import Groups
+from planner.kernels.grouping.torch_grouping import Groups, has_triton
 
 __all__ = ["grouped_gradients", "grouped_matmul", "grouped_outer"]
 
@@ -81,8 +81,15 @@ def _kernels() -> Any:
 
 def _sort_rows(x: Tensor, groups: Groups) -> Tensor:
     """Return rows in the order of their groups, as one matrix; copied unless they are, and lie as torch takes them."""
-    rows = (x if groups.order is None else x.index_select(0, groups.order)).reshape(-1, x.shape[2])
+    rows = (x if groups.order is None else _take_rows(x, groups.order)).reshape(-1, x.shape[2])
     return rows if _lies_well(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    if not has_triton():
+        return x.index_select(0, rows)
+    taken: Tensor = importlib.import_module("planner.kernels.take.triton_take").take_rows(x, rows)
+    return taken
 
 
 def _ends(groups: Groups, inner: int) -> Tensor:

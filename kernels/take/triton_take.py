@@ -27,7 +27,7 @@ from planner.kernels.segment_sum.triton_sum import REGISTERS
 from planner.kernels.take import MOST_AXES, MOST_INDICES, Read
 from planner.kernels.tiled_product.triton_product import pieces_of
 
-__all__ = ["take", "take_kernel"]
+__all__ = ["take", "take_kernel", "take_rows"]
 
 # Elements of a tile.
 _TILE = 2048
@@ -180,6 +180,13 @@ def take(
     told = (None, None) if check is None else check[:2]
     replayed(key, (given, into, *indices, *told), lambda: _launch(given, into, read, indices, shape, drops, check))
     return out
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor: the entries along its first dimension that an index array of one dimension names."""
+    lasts = range(1, x.dim())
+    read = Read(((), *[(d,) for d in lasts]), (((0,), ((0,), *[() for _ in lasts])),))
+    return take(x, read, [rows], (len(rows), *x.shape[1:]), False)
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -45,16 +45,8 @@ def stand_in():
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
     names = [
-        "seed_prepared",
-        "convolution",
-        "seed_sorted",
-        "replayed",
-        "aligned",
-        "unprepared",
-        "takes",
-        "places",
-        "told",
-    ]
+        "seed_prepared", "convolution", "seed_sorted", "replayed", "aligned", "unprepared", "takes", "places", "told",
+    ]  # fmt: skip
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
