@@ -45,6 +45,9 @@ class Engine:
         """Return a context with the settings that the problem's dtypes need."""
         return contextlib.nullcontext()
 
+    def wait(self) -> None:
+        """Raise the error for a bad index that arrives after its call. Here none does."""
+
     def refuses(self, dtype: str) -> str:
         """Return why operands of a dtype cannot be run; "" if they can."""
         return "NumPy has no bfloat16" if dtype == "bfloat16" else ""

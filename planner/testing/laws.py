@@ -5,6 +5,7 @@ A law returns nothing if it holds. Otherwise it raises `Broken`, with both resul
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -144,9 +145,13 @@ def _index_message(engine: Engine, problem: Problem) -> str:
     """Return the error message for a bad index."""
     with engine.context(problem):
         try:
-            result = Subject().call(problem)(engine.operands(problem), engine.indices(problem))
+            indices = engine.indices(problem)  # an error gives the value while the array is there
+            result = Subject().call(problem)(engine.operands(problem), indices)
+            engine.wait()
             return f"no error but {engine.described(result)[0]!r}"
         except IndexRangeError as error:
+            with contextlib.suppress(IndexRangeError):  # what the call told once more
+                engine.wait()
             return str(error)
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import run_python
+from hypothesis import given, settings
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -28,11 +29,16 @@ pytest.importorskip("triton", reason="triton is not installed")
 import planner  # noqa: E402
 from planner.backends.torch import checks  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
+from planner.bench.cards.random_specs import CudaEngine  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped  # noqa: E402
 from planner.kernels.grouping import torch_grouping, triton_grouping, triton_launch  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
+from planner.testing import Problem  # noqa: E402
+from planner.testing.judgement import Subject  # noqa: E402
+from planner.testing.laws import LAWS  # noqa: E402
+from planner.testing.strategies import problems  # noqa: E402
 
 CHEAP = dataclasses.replace(H200, flop_rate=float("inf"), launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
 SPEC = "nij, q[n]jk -> nik"
@@ -418,11 +424,10 @@ def tensors_alive():
         ("q[n]d -> nd", ((5, 3),), False),
     ],
 )
-def test_a_compiled_call_leaves_nothing_in_its_pool(card, monkeypatch, spec, shapes, prepared):
+def test_a_compiled_call_leaves_nothing_in_its_pool(cheap, monkeypatch, spec, shapes, prepared):
     """A pool serves one thread, and what a CUDA graph's holds after a call must be results. So a flag, with the first
     call on a stream or after an error, is made in another thread.
     """
-    monkeypatch.setattr(type(load_backend("torch")), "device", lambda self, operands: CHEAP)
     monkeypatch.setattr(checks, "_flags", {})
     streams, apart = iter(range(1, 99)), []
     monkeypatch.setattr(triton_launch, "place_of", lambda x: (0, stream))
@@ -462,6 +467,45 @@ def test_a_compiled_call_leaves_nothing_in_its_pool(card, monkeypatch, spec, sha
         left = [x for name, x in tensors_alive().items() if name not in before and name not in allowed]
         assert all(any(x is y for y in apart) for x in left), left
     assert prepared or apart
+
+
+class OnCard(CudaEngine):
+    """The engine of `planner.bench.cards.random_specs`, for tensors that say that they are on a card."""
+
+    place = "cpu"
+
+
+@pytest.fixture
+def cheap(card, monkeypatch):
+    monkeypatch.setattr(type(load_backend("torch")), "device", lambda self, operands: CHEAP)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_the_law_of_index_modes_holds_on_a_card(cheap, dtype):
+    """The error arrives later there, for which the engine waits."""
+    (law,) = [law for law in LAWS if law.name == "index modes"]
+    tried = []
+
+    @settings(max_examples=25)
+    @given(problems(gathers=True, max_size=3, index_modes=("raise", "drop", "clip"), dtypes=(dtype,)))
+    def hold(problem):
+        law.holds(OnCard(), Subject(), problem)
+        tried.append(problem)
+
+    hold()
+    assert tried
+
+
+def test_errors_of_a_problem_on_a_card_do_not_reach_the_next(cheap):
+    """Nor are they lost, if nothing else went wrong."""
+    engine, problem = OnCard(), Problem("q[n]d -> nd", ((3, 2),), indices={"q": np.array([0, 2, 1])})
+    operands, q = engine.operands(problem), torch.tensor([0, 5, 1])
+    with contextlib.suppress(ZeroDivisionError), engine.context(problem):
+        planner.contract(problem.spec, *operands, q=q)
+        1 / 0  # noqa: B018 -- something else goes wrong
+    planner.synchronize()
+    with pytest.raises(planner.IndexRangeError, match="'q'.1. is 5"), engine.context(problem):
+        planner.contract(problem.spec, *operands, q=q)
 
 
 FORKS = """

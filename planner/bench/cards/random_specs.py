@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from planner.backends.torch.backend import TorchBackend
 from planner.cost.device import H200
+from planner.groups import synchronize
+from planner.language.errors import IndexRangeError
 from planner.testing.engines import Engine, JaxEngine, TorchEngine
 from planner.testing.judgement import Broken, Subject
 from planner.testing.laws import LAWS, Law, both
@@ -45,9 +48,25 @@ def _cheap(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 
 class CudaEngine(TorchEngine):
-    """PyTorch on its GPU."""
+    """PyTorch on its GPU, where errors of bad indices arrive late."""
 
     place = "cuda"
+
+    @contextlib.contextmanager
+    def context(self, problem: Problem) -> Iterator[None]:
+        """Leave no error behind: what is pending in the end is raised, unless another error ends the context."""
+        try:
+            with super().context(problem):
+                yield
+        except BaseException:
+            with contextlib.suppress(IndexRangeError):
+                self.wait()
+            raise
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the card, and raise what it tells."""
+        synchronize()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
