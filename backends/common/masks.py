@@ -21,14 +21,17 @@ __all__ = ["find_read_rows", "guard_run", "widen_operands", "zero_dropped"]
 
 # From a guard, its input in a sequence, and index arrays to its result in a tuple, as `Implementation.run`.
 GuardRun = Callable[[Guard, Sequence[Any], RangedIndices], tuple[Any, ...]]
+# A function of the arguments of `find_read_rows`.
+RowFinder = Callable[[ArrayOps, Any, Term, Spec, RangedIndices], Any]
 
 
-def guard_run(ops: ArrayOps, finite: Callable[[Any], bool]) -> GuardRun:
+def guard_run(ops: ArrayOps, finite: Callable[[Any], bool], read_rows: RowFinder | None = None) -> GuardRun:
     """Return the function that runs guards in a framework whose values can be looked at.
 
     Args:
         ops: the framework's array functions.
         finite: tells whether an array holds finite numbers only.
+        read_rows: stands in the place of `find_read_rows`.
     """
 
     def run(op: Guard, inputs: Sequence[Any], index: RangedIndices) -> tuple[Any, ...]:
@@ -36,7 +39,7 @@ def guard_run(ops: ArrayOps, finite: Callable[[Any], bool]) -> GuardRun:
         if index.may_drop:
             x = zero_dropped(ops, x, term, op.dropped, op.spec, index)
         if op.rows is not None and not finite(x):
-            x = ops.select(find_read_rows(ops, x, op.rows, op.spec, index), x, 0)
+            x = ops.select((read_rows or find_read_rows)(ops, x, op.rows, op.spec, index), x, 0)
         return (x,)
 
     return run

@@ -17,7 +17,17 @@ from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, p
 from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, product_form
 
-__all__ = ["SMALL_MATRIX", "ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
+__all__ = [
+    "SMALL_MATRIX",
+    "ArrayOps",
+    "Product",
+    "diagonals",
+    "evaluate",
+    "evaluation",
+    "make_index_reader",
+    "matmul_product",
+    "viewing",
+]
 
 # Torch multiplies matrices of a batch in a loop of its own, however they lie, up to so many multiplications each.
 SMALL_MATRIX = 400
@@ -170,7 +180,7 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     shape, before, order = spec.shape(axes), spec.shape(entries), [*indexed, *other_dims]
     if 0 in (*shape, *before):
         return lambda x, index, may_drop: ops.empty_sum(shape_in(index, spec, axes), x), axes
-    read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
+    read_indices = make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
     arrange = _permuting(ops, order)
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
@@ -182,7 +192,7 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     return take, axes
 
 
-def _make_index_reader(
+def make_index_reader(
     ops: ArrayOps, entries: Sequence[str | Gather], row_axes: Sequence[str], spec: Spec, skips: bool = False
 ) -> IndexReader:
     """Return the function that gives the index arrays of some dimensions, each shaped over the row axes.
@@ -268,7 +278,7 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
     written = tuple(term[d] for d in written_dims)
     if 0 in (*spec.shape(written), *(sizes[axis] for axis in axes)):
         return lambda x, index, may_drop: back(ops.empty_sum(shape_in(index, spec, written), x))
-    read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec, ops.skips)
+    read_indices = make_index_reader(ops, [term[d] for d in indexed], rows, spec, ops.skips)
 
     arrange = _permuting(ops, order)
 

@@ -89,15 +89,23 @@ KINDS = ("view", "cast", "fused cast", "sum", "broadcast", "diagonal", "take", "
          "matmul", "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
-def _count_rows(spec: Spec) -> tuple[int, int]:
-    """Return how many rows a step takes, and how many it adds up. Adding rows of one element is like taking them."""
+def _count_rows(spec: Spec, device: Device) -> tuple[int, int]:
+    """Return how many rows a step takes, and how many it adds up. Adding rows of one element is like taking them.
+
+    On a card each element that is added is an atomic operation, counted as a part of a row of 16, and taking rows of
+    one element costs no more than their bytes.
+    """
     taken = added = 0
     for number, term in enumerate(spec.terms):
         if gathers := term_gathers(term):
             rows = term_axes(gathers)
             count = math.prod(spec.shape(rows))
             width = math.prod(spec.shape(tuple(axis for axis in plain_axes(term) if axis not in rows)))
-            if number == len(spec.inputs) and width > 1:
+            adds = number == len(spec.inputs)
+            if device.kind == "cuda":
+                added += -(-count * width // 16) if adds else 0
+                taken += count if not adds and width > 1 else 0
+            elif adds and width > 1:
                 added = count
             else:
                 taken += count
@@ -238,7 +246,7 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     if kind in ("cast", "broadcast", "diagonal"):
         return [work._replace(copied=result if kind == "cast" else 0)]
     if kind == "take" and joint_elements(spec) * size == result:
-        return [work._replace(taken=_count_rows(spec)[0])]
+        return [work._replace(taken=_count_rows(spec, device)[0])]
     if kind == "matmul":
         form = product_form(spec)
         assert form is not None
@@ -253,9 +261,9 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     work = work._replace(flops=op.flops())
     if kind in ("sum", "multiply"):
         return [work]
-    taken, added = _count_rows(spec)
-    if added and device.kind == "cuda":  # atomic operations, one for each element; calibration adds rows of 16
-        added = -(-joint_elements(spec) // 16)
+    taken, added = _count_rows(spec, device)
+    if device.kind == "cuda" and (flat := _flat_index_bytes(spec)):  # each array of it is written, and read twice
+        work = work._replace(moved=touched + 3 * flat)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size

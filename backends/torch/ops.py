@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common import stock
-from planner.backends.common.masks import guard_run
-from planner.backends.common.stock import Product, matmul_product
+from planner.backends.common.masks import find_read_rows, guard_run
+from planner.backends.common.stock import Product, make_index_reader, matmul_product
 from planner.backends.torch.contexts.modes import (
     carries_tangents,
     in_functorch,
@@ -24,7 +24,8 @@ from planner.backends.torch.contexts.modes import (
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, term_axes
+from planner.language.spec import Spec, Term, indexed_dims, row_axes, term_axes
+from planner.program.calls import RangedIndices, size_in
 from planner.program.forms import ProductForm
 
 __all__ = [
@@ -374,8 +375,30 @@ def is_finite(x: Tensor) -> bool:
     return torch_pooled.sum_is_finite(x.detach() if x.requires_grad else x)
 
 
-# Runs a `Guard`. A tracer records its mask.
-GUARD = guard_run(OPS, lambda x: not is_recorded(x) and finite(x))
+def _is_clean(x: Tensor) -> bool:
+    """Return whether a guard may leave values as they are. On a card a look would wait; a tracer records the mask."""
+    return not (x.is_cuda or is_recorded(x)) and finite(x)
+
+
+def _read_rows(ops: stock.ArrayOps, x: Tensor, term: Term, spec: Spec, index: RangedIndices) -> Tensor:
+    """Return a mask of the rows that some index names. On a card it is written: to count them takes atomic operations.
+
+    The arguments are those of `planner.backends.common.masks.find_read_rows`.
+    """
+    if not x.is_cuda or transformed() or watched():
+        return find_read_rows(ops, x, term, spec, index)
+    rows, addressed = row_axes(term), [term[d] for d in indexed_dims(term)]
+    arrays, in_range = make_index_reader(ops, addressed, rows, spec)(index, x, index.may_drop)
+    shape = [size_in(index, spec, e) for e in addressed]
+    flat, places = _flat_index(arrays, shape)
+    if in_range is not None:
+        flat = torch.where(in_range, flat.reshape(places), math.prod(shape)).reshape(-1)
+    marks = torch.zeros(math.prod(shape) + 1, dtype=torch.bool, device=x.device).index_fill_(0, flat.long(), True)
+    return marks[:-1].reshape([size_in(index, spec, e) if e in addressed else 1 for e in term])
+
+
+# Runs a `Guard`.
+GUARD = guard_run(OPS, _is_clean, _read_rows)
 
 
 def conjugate(x: Tensor) -> Tensor:

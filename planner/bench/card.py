@@ -346,7 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.serve is not None:
         (part,) = options.part
         module = importlib.import_module(f"{__package__}.cards.{part}_card")
-        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve, options.seconds or 1e9, options.step)
+        serve(
+            lambda: module.CARD(options.smoke), part, options.smoke, options.serve, options.seconds or 1e9, options.step
+        )
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     # By default JAX allocates most of the card's memory at once.

@@ -5,7 +5,6 @@ the largest, and their sum at the 24th bit of its own (Fasi and others, "Numeric
 2021; Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores", 2025). So sums are rounded towards zero.
 """
 
-import itertools
 import math
 from functools import partial
 from unittest import mock

@@ -20,21 +20,25 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import run_python
-from hypothesis import given, settings
+from conftest import examples, run_python
+from hypothesis import assume, given, settings
+from laws import MODES, plan_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
+from planner.backends.common.masks import find_read_rows  # noqa: E402
 from planner.backends.torch import checks  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
+from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.bench.cards.random_specs import CudaEngine  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped  # noqa: E402
 from planner.kernels.grouping import torch_grouping, triton_grouping, triton_launch  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Guard  # noqa: E402
 from planner.testing import Problem  # noqa: E402
 from planner.testing.judgement import Subject  # noqa: E402
 from planner.testing.laws import LAWS  # noqa: E402
@@ -569,3 +573,26 @@ def test_a_prepared_index_knows_its_longest_group(card):
     ordered.load_state_dict(tensors, strict=False)
     assert torch.equal(ordered.groups.order, other.order)
     assert ordered.longest is None
+
+
+@settings(max_examples=examples(150, 1500))
+@given(problems(gathers=True, index_modes=MODES, strided=False))
+def test_rows_that_are_read_are_marked_as_they_are_counted(problem):
+    """On a card a guard marks rows, and does not look at values, for which it would wait."""
+    plan = plan_of(problem, "torch")
+    programs = filter(None, (plan.programs.forward, plan.programs.backward))
+    ops = [step.op for program in programs for step in program.steps]
+    guards = [op for op in ops if isinstance(op, Guard) and op.rows is not None]
+    assume(guards)
+    index = Executable(plan, load_backend("torch").table).prepare(
+        {name: torch.from_numpy(q) for name, q in problem.indices.items()}
+    )
+    for op in guards:
+        x = torch.ones(op.input_shapes[0])
+        counted = find_read_rows(torch_ops.OPS, x, op.rows, op.spec, index)
+        with (
+            mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True)),
+            mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("this waits")),
+        ):
+            (kept,) = torch_ops.GUARD(dataclasses.replace(op, dropped=()), [torch.full_like(x, torch.nan)], index)
+        assert torch.equal(kept.isnan(), counted.expand(x.shape))
