@@ -22,6 +22,7 @@ from planner.backends.common.stock_rows import (
     VIEW_LAUNCHES,
     short_run_seconds,
     small_matrix_seconds,
+    vectors_seconds,
 )
 from planner.backends.torch.ops import OPS, viewing
 from planner.cost.device import Device
@@ -255,7 +256,8 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
     views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
-                   matrices=device.matrices(batch))  # fmt: skip
+                   matrices=device.matrices(batch),
+                   seconds=vectors_seconds(device, read + wide, form.sizes))  # fmt: skip
     small = Work(seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)
     return [product, small, Work(moved=wide + result, fresh=(result,), launches=2)]
 

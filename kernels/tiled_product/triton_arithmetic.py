@@ -10,9 +10,9 @@ small for bfloat16. The products second x third and third x third are left out: 
 
 Tensor cores round sums towards zero. So products of first parts are added up 32 at a time, and these sums in float32;
 the other products are small, and are added up apart, in `low`. `tests/kernels/test_arithmetic.py` measures the errors:
-from 256 terms on they are below those of float32's own sums. Below 5e-38 numbers are less accurate. Infinity and NaN are
-as in float32, with two exceptions: infinity times a number below 2^-134 is NaN, and a result within 1% of the largest
-float32 may be infinite.
+from 256 terms on they are below those of float32's own sums. Below 5e-38 numbers are less accurate. Infinity and NaN
+are as in float32, with two exceptions: infinity times a number below 2^-134 is NaN, and a result within 1% of the
+largest float32 may be infinite.
 """
 
 from __future__ import annotations
