@@ -131,7 +131,8 @@ def check_that_findings_are_adopted(folder, root):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [x["tiles"] for x in tiles["buckets"].values()]
     (rates,) = json.loads((root / "planner" / "cost" / "cards.json").read_text()).values()
-    assert rates == device["device"]
+    assert rates.items() <= device["device"].items()
+    assert not any(name.endswith(("launch_seconds", "kernel_seconds")) for name in rates)
     published = planner.Device.preset("h200")
     assert dataclasses.replace(published, **rates).sort_row_seconds == rates["sort_row_seconds"]
 

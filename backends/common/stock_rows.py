@@ -27,6 +27,7 @@ __all__ = [
     "SCATTERED_LAUNCHES",
     "TAKE_LAUNCHES",
     "VIEW_LAUNCHES",
+    "flat_index_bytes",
     "flat_stock_work",
     "runs_of",
     "small_matrix_seconds",
@@ -34,7 +35,6 @@ __all__ = [
     "stock_kind",
     "stock_rows",
     "stock_work",
-    "vectors_seconds",
 ]
 
 # What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
@@ -90,30 +90,22 @@ KINDS = ("view", "cast", "fused cast", "sum", "broadcast", "diagonal", "take", "
          "matmul", "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
-def _count_rows(spec: Spec, device: Device) -> tuple[int, int]:
-    """Return how many rows a step takes, and how many it adds up. Adding rows of one element is like taking them.
-
-    On a card each element that is added is an atomic operation, counted as a part of a row of 16, and taking rows of
-    one element costs no more than their bytes.
-    """
+def _count_rows(spec: Spec) -> tuple[int, int]:
+    """Return how many rows a step takes, and how many it adds up. Adding rows of one element is like taking them."""
     taken = added = 0
     for number, term in enumerate(spec.terms):
         if gathers := term_gathers(term):
             rows = term_axes(gathers)
             count = math.prod(spec.shape(rows))
             width = math.prod(spec.shape(tuple(axis for axis in plain_axes(term) if axis not in rows)))
-            adds = number == len(spec.inputs)
-            if device.kind == "cuda":
-                added += -(-count * width // 16) if adds else 0
-                taken += count if not adds and width > 1 else 0
-            elif adds and width > 1:
+            if number == len(spec.inputs) and width > 1:
                 added = count
             else:
                 taken += count
     return taken, added
 
 
-def _flat_index_bytes(spec: Spec) -> int:
+def flat_index_bytes(spec: Spec) -> int:
     """Return the bytes of the flat index that a term needs if it addresses several dimensions at once.
 
     The flat index is built dimension by dimension: the index so far is multiplied by the dimension's size, and the
@@ -199,7 +191,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     inner = any(indexed_dims(term) not in ((), tuple(range(len(indexed_dims(term))))) for term in spec.inputs)
     scattered = joint_elements(spec) * _STRIDED_SECONDS if inner and device.kind == "cpu" else 0.0
     parts.append(Work(launches=_FLAT_LAUNCHES * flat + more, seconds=scattered))
-    scratch = _flat_index_bytes(spec)
+    scratch = flat_index_bytes(spec)
     if op.dtype in HALF_TYPES and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
@@ -247,7 +239,7 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     if kind in ("cast", "broadcast", "diagonal"):
         return [work._replace(copied=result if kind == "cast" else 0)]
     if kind == "take" and joint_elements(spec) * size == result:
-        return [work._replace(taken=_count_rows(spec, device)[0])]
+        return [work._replace(taken=_count_rows(spec)[0])]
     if kind == "matmul":
         form = product_form(spec)
         assert form is not None
@@ -255,17 +247,14 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
         rate = device.product_rate(rows, columns, k, op.dtype, batch)
         matrices = device.matrices(batch)
-        seconds = vectors_seconds(device, touched, form.sizes)
-        product = Work(op.flops(), rate, touched, fresh=(result,), launches=1, matrices=matrices, seconds=seconds)
+        product = Work(op.flops(), rate, touched, fresh=(result,), launches=1, matrices=matrices)
         copied = sum(product_copies(form, spec, op.layouts or (None, None)))
         # Copies are made before the product begins, so the times add up.
         return [Work.of_copies(size * copied), product] if copied else [product]
     work = work._replace(flops=op.flops())
     if kind in ("sum", "multiply"):
         return [work]
-    taken, added = _count_rows(spec, device)
-    if device.kind == "cuda" and (flat := _flat_index_bytes(spec)):  # each array of it is written, and read twice
-        work = work._replace(moved=touched + 3 * flat)
+    taken, added = _count_rows(spec)
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
@@ -274,15 +263,6 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     axes_of = [set(term_axes(term)) for term in spec.inputs]
     batch = math.prod(spec.shape(tuple(axis for axis in term_axes(spec.output) if all(axis in s for s in axes_of))))
     return [_multiply_rows(op, device)._replace(matrices=batch, taken=taken, added=added)]
-
-
-def vectors_seconds(device: Device, moved: int, sizes: tuple[int, int, int, int]) -> float | None:
-    """Return the seconds that many products of a matrix and a vector take to move bytes; None for other products.
-
-    On a card they reach a third of its bandwidth: 1.2 to 1.6 TB/s on an H200.
-    """
-    batch, m, n, _ = sizes
-    return 3 * device.moving_seconds(moved) if device.kind == "cuda" and batch > 1 == min(m, n) else None
 
 
 def _multiply_rows(op: Op, device: Device) -> Work:

@@ -99,7 +99,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     """
     parts, kind, size = stock_work(op, device), stock_kind(op), itemsize(op.dtype)
     if device.kind != "cpu" or not isinstance(op, Einsum):
-        return parts
+        return [part._replace(taken=0) for part in parts]  # what a row costs on a card is what torch's takes do
     if kind != "matmul":
         copied = count_copied(op.spec) * size
         fused = fused_takes(op.spec) * size if kind == "take, multiply, add" else 0

@@ -228,6 +228,7 @@ def _pieces_work(op: Op, form: Pieces, device: Device) -> list[Work]:
             scratch=-(-rows // form.steps) + sums,
             fresh=(),
             launches=_LAUNCH_PART * _PIECE_KERNELS * form.steps,
+            taken=0,
         )
     ]
 

@@ -22,8 +22,8 @@ from planner.backends.common.stock_rows import (
     VIEW_LAUNCHES,
     short_run_seconds,
     small_matrix_seconds,
-    vectors_seconds,
 )
+from planner.backends.torch.cuda.stock import vectors_seconds
 from planner.backends.torch.ops import OPS, viewing
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work

@@ -33,6 +33,7 @@ from planner.backends.common.stock_rows import (
 )
 from planner.backends.torch.cuda.indexed import indexed_rows
 from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
+from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
@@ -211,6 +212,8 @@ def _of_integers(row: Implementation) -> Implementation:
 def _stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
     parts, spec = flat_stock_work(op, device), op.spec
+    if device.kind == "cuda":
+        parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):
         return parts
     products, size = joint_elements(spec), itemsize(op.dtype)

@@ -14,6 +14,10 @@ __all__ = ["adopt", "is_wrong", "write_findings"]
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 
 
+# Rates that depend on the host's processor. `python -m planner calibrate` measures them where calls are made.
+_OF_HOST = ("launch_seconds", "kernel_seconds", "group_seconds", "loop_seconds")
+
+
 def is_wrong(line: Mapping[str, Any]) -> bool:
     """Whether a result is a fault of this library; a peer's program that fails is not."""
     ours = "way" not in line or line["way"].startswith("planner")
@@ -124,7 +128,7 @@ def adopt(folder: pathlib.Path, root: pathlib.Path = ROOT) -> Iterator[str]:
     if device := found.get("device.json"):
         path = root / "planner" / "cost" / "cards.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        known[device["device"]["name"]] = device["device"]
+        known[device["device"]["name"]] = {name: x for name, x in device["device"].items() if name not in _OF_HOST}
         _write(path, known)
         yield f"the rates of {device['device']['name']} in {path}"
     benchmarks = root / "docs" / "benchmarks"
