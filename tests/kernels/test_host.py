@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import examples, run_python
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from laws import MODES, plan_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -490,7 +490,17 @@ def test_the_law_of_index_modes_holds_on_a_card(cheap, dtype):
     (law,) = [law for law in LAWS if law.name == "index modes"]
     tried = []
 
+    two_dimensions = Problem(
+        "q[ca] c q[cb] b, cab, c -> cb",
+        ((2, 2, 2, 2), (2, 2, 2), (2,)),
+        indices={"q": np.array([[3, 1], [2, 2]])},
+        index_mode="drop",
+        dtypes=(dtype,) * 3,
+        seed=255,
+    )
+
     @settings(max_examples=25)
+    @example(two_dimensions)  # the dimension that is named is not the one that is read first
     @given(problems(gathers=True, max_size=3, index_modes=("raise", "drop", "clip"), dtypes=(dtype,)))
     def hold(problem):
         law.holds(OnCard(), Subject(), problem)
