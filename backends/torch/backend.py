@@ -19,6 +19,7 @@ from planner.backends.torch.contexts.autocast import autocast_dtype, autocast_st
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
+    compiles,
     deterministic,
     differ,
     grad_enabled,
@@ -304,7 +305,7 @@ class TorchBackend(Backend):
 
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
-        if transformed() or torch.compiler.is_compiling():
+        if transformed() or compiles():
             raise PlannerError("arrays have no values inside a transform or a compiled function; call this outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
         arrays += [(f"index array {n!r}", q.values if isinstance(q, TorchIndex) else q) for n, q in indices.items()]

@@ -8,13 +8,12 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.checks import poisoned, prepare_indices, raise_pending
-from planner.backends.torch.contexts.modes import hint, transformed
+from planner.backends.torch.contexts.modes import compiles, hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
@@ -295,7 +294,7 @@ class Executable:
         if limit is None and 0 not in strides:  # as a rule
             return self, gradient
         plain = type(gradient) is Tensor and not (gradient.requires_grad or is_recorded(gradient) or transformed())
-        if not plain or self.empty or torch.compiler.is_compiling():
+        if not plain or self.empty or compiles():
             return self, gradient
         if (suited := self.suited.get(strides)) is None:
             enter(self.suited, strides, suited := self._suited(gradient), 8)

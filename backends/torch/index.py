@@ -12,6 +12,7 @@ from torch import Tensor
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
 from planner.backends.torch.contexts.modes import (
     bare_operators,
+    compiles,
     fixed,
     in_functorch,
     unscripted,
@@ -250,8 +251,8 @@ def _in_range_rule(raw: Tensor, array: str, axes: str, size: int, mode: str) -> 
 
 def _fuses(raw: Tensor) -> bool:
     """Return whether a compiler fuses a look at an index array with the steps around it."""
-    compiles = torch.compiler.is_compiling() and not (bare_operators() or in_functorch())
-    return compiles and raw.is_cpu and raw.dtype in (torch.int64, torch.int32)
+    compiled = compiles() and not (bare_operators() or in_functorch())
+    return compiled and raw.is_cpu and raw.dtype in (torch.int64, torch.int32)
 
 
 def _refused_if_outside(raw: Tensor, array: str, axes: str, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from planner.backends.common.masks import find_read_rows, guard_run
 from planner.backends.common.stock import Product, make_index_reader, matmul_product
 from planner.backends.torch.contexts.modes import (
     carries_tangents,
+    compiles,
     in_functorch,
     records,
     transformed,
@@ -284,7 +285,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
     # A mode may have saved what `mul` would write into; a compiler makes `out=` functional, and mistakes its strides.
-    if watched() or torch.compiler.is_compiling():
+    if watched() or compiles():
         return (a * b).contiguous()
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))

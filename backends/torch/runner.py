@@ -35,6 +35,7 @@ from planner.backends.torch.contexts.modes import (
     bare_operators,
     below_transforms,
     carries_tangents,
+    compiles,
     hooked,
     in_functorch,
     only_grads,
@@ -213,7 +214,7 @@ class _Indexed:
                     index = None
         elif _as_usual(operands) and not any(map(unseen, operands)):
             index = _as_read(executable, member, operands, indices)
-        elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
+        elif compiles() and not (transformed() or bare_operators()):
             index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
         if index is None:
             return _run(self._own(), operands, indices)
@@ -369,7 +370,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
     def run(views: Sequence[Tensor], _: Any = None) -> Tensor:
         if watched():  # as it also is by a compiler, which runs a call on tensors without values
-            if small and torch.compiler.is_compiling() and not bare_operators():
+            if small and compiles() and not bare_operators():
                 return fuse()(views)
             if sums and not profiler._is_profiler_enabled:
                 return count()(views)
@@ -410,7 +411,7 @@ def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:
     """Return whether torch's own operators run a plan: nothing else has the derivatives, or a compiler fuses them."""
     if only_stock(*operands) or any(map(dispatches, operands)):
         return True
-    recorded = is_recorded(operands[0]) and torch.compiler.is_compiling()
+    recorded = is_recorded(operands[0]) and compiles()
     return recorded and not bare_operators() and _is_stock(executable)
 
 

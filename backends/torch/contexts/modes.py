@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "below_transforms", "carries_tangents",
-           "checkpoints", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint", "hooked",
-           "in_functorch", "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts", "transform",
-           "transformed", "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual",
+           "checkpoints", "compiles", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint",
+           "hooked", "in_functorch", "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts",
+           "transform", "transformed", "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual",
            "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
@@ -43,6 +44,8 @@ grad_enabled = torch.is_grad_enabled
 # What `torch.are_deterministic_algorithms_enabled` calls: every call asks.
 deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 autocasts = torch._C._is_any_autocast_enabled
+# Whether `torch.compiler.is_compiling` also tells so while Dynamo's graph is traced. In torch 2.11 it does not.
+_FLAGGED = hasattr(torch.compiler, "_compile_session_context")
 # A plan says in which dtype each step is computed. Within this context autocast changes none of them.
 as_planned = torch._C._DisableAutocast
 
@@ -207,6 +210,11 @@ def unscripted() -> Iterator[None]:
         yield
     finally:
         _set_tracing_state(state)
+
+
+def compiles() -> bool:
+    """Return whether torch's compiler, or its export, traces what runs."""
+    return torch.compiler.is_compiling() or (not _FLAGGED and TracingContext.try_get() is not None)
 
 
 def is_symbol(size: Any) -> bool:

@@ -31,6 +31,7 @@ from planner.backends.torch.contexts.modes import (
     autocasts,
     bare_operators,
     checkpoints,
+    compiles,
     differ,
     fixed,
     in_functorch,
@@ -86,10 +87,10 @@ def _fuses(executable: Executable) -> bool:
     That is so for small plans with index arrays that keep operands only. An operator that is written in Python takes
     longer than their steps.
     """
-    plan, rows = executable.plan, executable.table.rows
+    plan, rows, options = executable.plan, executable.table.rows, executable.plan.options
     small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
-    limited = plan.options.memory_limit is not None or plan.options.retain_limit is not None
-    if not small or limited or executable.drops or not torch.compiler.is_compiling() or bare_operators():
+    free = (options.memory_limit, options.retain_limit) == (None, None) and not executable.drops
+    if not (small and free and compiles()) or bare_operators():
         return False
     names = {step.choice.lowering for step in executable.programs.steps} - {MASK}
     return plan.loop is None and all(rows[name].stock for name in names)
