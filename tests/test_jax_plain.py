@@ -171,7 +171,7 @@ def test_equal_steps_of_a_program_share_one_function(gradients):
 
     few, many = functions(2), functions(8)
     assert many.count("func.func") == few.count("func.func")
-    assert len(many) < 2.1 * len(few)  # of four times the layers; JAX 0.11 writes 2.01 times the text
+    assert len(many) < 2.3 * len(few)  # of four times the layers; JAX 0.11 writes 2.01 to 2.13 times the text
 
 
 # Of this product XLA copies the first operand, 1 MiB, unless three of its axes are joined.

@@ -312,6 +312,11 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch):
 
 def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
     """Of the result's memory too: an operator that allocates it has the caller's function around it."""
+    with torch.profiler.profile(with_stack=True) as profiler:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    if not any(around(event) for event in profiler.events() if event.name == "aten::mm"):
+        assert torch.__version__.startswith("2.11."), "torch's profiler shows no functions of Python"
+        pytest.skip("torch 2.11's profiler shows no functions of Python 3.12, not even around torch.mm")
     for name in ("product", "grouped product"):
         call, operands = cold_call(name)
 

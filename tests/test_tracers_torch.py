@@ -532,6 +532,12 @@ def test_transforms_that_trace(options):
     functional = torch.func.functionalize
     for mode in ("real", "fake", "symbolic"):
         for function in (gradients, functional(gradients)):
+            if mode == "symbolic" and function is not gradients and torch.__version__.startswith("2.11."):
+                # There torch asserts falsely in such gradients of its own `index_select` too.
+                for call in (gradients, lambda x, q, c: torch.func.grad(lambda c: c.index_select(0, q).sum())(c)):
+                    with pytest.raises(RuntimeError, match="Expected IntList but got GenericList"):
+                        make_fx(functional(call), tracing_mode=mode)(*small)
+                continue
             made = make_fx(function, tracing_mode=mode)(*small)
             for arrays in (small, large) if mode == "symbolic" else (small,):
                 assert all(map(torch.equal, made(*arrays), gradients(*arrays)))
