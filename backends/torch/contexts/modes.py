@@ -236,8 +236,9 @@ def hint(size: Any) -> int:
         return int(size)
     from torch.fx.experimental import symbolic_shapes  # loaded by whatever made the symbol
 
-    read = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # torch 2.11 has no other
-    return int(read(size, 1024))
+    # torch 2.11 has the latter alone.
+    names = [name for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name)]
+    return int(getattr(symbolic_shapes, names[0])(size, 1024))
 
 
 def differ(first: Any, second: Any) -> bool:

@@ -54,7 +54,7 @@ from planner.language.spec import Gather, Term
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.implementations import MASK, RangedIndices
+from planner.program.implementations import RangedIndices
 from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 
@@ -92,8 +92,7 @@ def _fuses(executable: Executable) -> bool:
     free = (options.memory_limit, options.retain_limit) == (None, None) and not executable.drops
     if not (small and free and compiles()) or bare_operators():
         return False
-    names = {step.choice.lowering for step in executable.programs.steps} - {MASK}
-    return plan.loop is None and all(rows[name].stock for name in names)
+    return plan.loop is None and all(rows[step.choice.lowering].stock for step in executable.programs.steps)
 
 
 def run_forward(
