@@ -19,7 +19,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from test_row_sums import ALL_CARDS, Launches, resolved  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 
+import planner  # noqa: E402
+from planner.backends.torch.backend import TorchBackend  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.kernels.grouping.triton_grouping import Check  # noqa: E402
@@ -206,3 +210,25 @@ def test_the_kernel_compiles_for_cards(cards):
     for x in kernels:
         widest[x["target"], x["dtype"]] = max(x["widest"], widest[x["target"], x["dtype"]])
     assert all(found == 16 for (target, _), found in widest.items() if target.startswith("cuda"))
+
+
+@pytest.mark.parametrize("spec", ["q[n]d -> nd", "q[n]d -> dn"])
+def test_a_compiler_records_takes_as_torchs_own_operators(spec):
+    """So that it fuses them with the steps around; values are those of the kernel."""
+    x, q, targets = torch.arange(21.0).reshape(7, 3).requires_grad_(), torch.tensor([3, -1, 0, 6]), []
+
+    def look(graph, _):
+        targets.append({node.target for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    with mock.patch.object(TorchBackend, "device", return_value=H200):
+        assert TAKE in str(planner.plan(spec, x, q=q))
+        backend = aot_autograd(fw_compiler=look)
+        made = torch.compile(lambda x: planner.contract(spec, x, q=q), fullgraph=True, backend=backend)
+        found = made(x)
+        assert torch.equal(found, planner.contract(spec, x, q=q))
+        torch.autograd.grad(found, x, torch.ones_like(found))
+    torch.compiler.reset()
+    assert torch.ops.aten.index_select.default in targets[0]
+    assert not any("planner.forward" in str(target) for target in targets[0])

@@ -40,6 +40,7 @@ from planner.backends.torch.contexts.modes import (
     usual,
     watched,
 )
+from planner.backends.torch.cuda.indexed import TAKE
 from planner.backends.torch.eager import MOST_NATIVE_SECONDS
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
@@ -84,15 +85,15 @@ def opaque(executable: Executable, x: Tensor) -> bool:
 def _fuses(executable: Executable) -> bool:
     """Return whether a compiler records the steps of both programs, torch's own operators, and fuses them.
 
-    That is so for small plans with index arrays that keep operands only. An operator that is written in Python takes
-    longer than their steps.
+    That is so for small plans with index arrays that keep operands only: an operator in Python takes longer than these.
     """
     plan, rows, options = executable.plan, executable.table.rows, executable.plan.options
     small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
     free = (options.memory_limit, options.retain_limit) == (None, None) and not executable.drops
     if not (small and free and compiles()) or bare_operators():
         return False
-    return plan.loop is None and all(rows[step.choice.lowering].stock for step in executable.programs.steps)
+    names = {step.choice.lowering for step in executable.programs.steps} - {MASK, TAKE}
+    return plan.loop is None and all(rows[name].stock for name in names)
 
 
 def run_forward(

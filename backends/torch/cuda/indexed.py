@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.backends.common.kernel_rows import is_chosen
+from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.cuda.rows import (
@@ -32,7 +33,7 @@ from planner.backends.torch.cuda.rows import (
     order_bytes,
     product_rate,
 )
-from planner.backends.torch.ops import OPS, torch_dtype
+from planner.backends.torch.ops import OPS, is_recorded, torch_dtype
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered
@@ -45,7 +46,10 @@ from planner.program.forms import RowsForm, SummedForm, TakenForm, rows_form, su
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
-__all__ = ["indexed_rows"]
+__all__ = ["TAKE", "indexed_rows"]
+
+# The row that takes rows. Where a compiler records its steps they are torch's own operators.
+TAKE = "take, Triton"
 
 
 def indexed_rows() -> list[Implementation]:
@@ -60,7 +64,7 @@ def indexed_rows() -> list[Implementation]:
 
     return [
         form_row(
-            "take, Triton", _find_take, _take_work, _run_take, lambda op, form: (None,), any_sizes=True,
+            TAKE, _find_take, _take_work, _run_take, lambda op, form: (None,), any_sizes=True,
             kinds=("cuda",), brackets=MOST_INDICES, inputs=1,
         ),
         row("segment sum, Triton", _find_sums, _summed_work, _run_sums, lambda op, form: (None,)),
@@ -94,6 +98,8 @@ def _take_work(op: Op, form: Read, device: Device) -> list[Work]:
 
 
 def _run_take(op: Op, form: Read, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    if is_recorded(inputs[0]):  # a compiler takes rows in a kernel of its own, with the steps around
+        return (evaluation(OPS, op.spec)(inputs, index, getattr(index, "may_drop", True)),)
     gathers, shape, drops = op.spec.gathers, shape_in(index, op.spec, op.spec.output), getattr(index, "may_drop", True)
     if len(gathers) == 1 and op.dtype in DTYPES and len({*gathers[0].axes}) == len(gathers[0].axes):
         given = None if gathers[0] in index else index.given.get(gathers[0])

@@ -58,6 +58,7 @@ class TorchChecks:
             yield f"scores {dtype}", partial(self.scores, dtype)
             yield f"gradients {dtype}", partial(self.pooled_gradients, dtype)
             yield f"sums of rows {dtype}", partial(self.sums, dtype)
+            yield f"takes {dtype}", partial(self.takes, dtype)
             for inner in (3, 70):
                 yield f"rows that are taken, {inner} a matrix, {dtype}", partial(self.taken, dtype, inner)
             yield f"products of axes that lie apart {dtype}", partial(self.batched, dtype)
@@ -119,6 +120,27 @@ class TorchChecks:
         triton_sum.sum_rows(source, target, k * d, group_rows(q.to(self.place), g))
         wanted = torch.zeros(g + 1, k, d, dtype=torch.float64).index_add_(0, q, x.cpu().double().transpose(0, 1))
         return _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
+
+    def takes(self, dtype: str) -> str:
+        """Compare rows that are taken or dropped with torch's: of some widths, and through two index arrays."""
+        from planner.kernels.take import Read, triton_take
+
+        torch, (n, m) = self.torch, (50, 9) if self.smoke else (200_000, 3_000)
+        q, r = torch.randint(0, m + 1, (n,)), torch.randint(0, 4, (n,))
+        one, two = ((0,), ((0,), ())), ((1,), ((0,), ()))
+        found, expected = [], []
+        for width in (1, 5, 64) if self.smoke else (1, 5, 64, 300):
+            x = self.integers(m, 4, width, dtype=dtype)
+            rows = torch.nn.functional.pad(x.cpu(), (0, 0, 0, 0, 0, 1))[q]
+            self.poison()
+            index = q.to(self.place).int(), r.to(self.place)
+            found.append(triton_take.take(x, Read(((), (2,)), (one, two)), index, (n, width), True))
+            by_rows = Read(((), (1,), (2,)), ((one[0], ((0,), (), ())),))
+            found.append(triton_take.take(x, by_rows, index[:1], (n, 4, width), True))
+            by_width = Read(((2,), (1,), ()), ((one[0], ((), (), (0,))),))
+            found.append(triton_take.take(x, by_width, index[:1], (width, 4, n), True))
+            expected += [rows[torch.arange(n), r], rows, rows.permute(2, 1, 0)]
+        return _difference(torch, tuple(found), tuple(expected))
 
     def taken(self, dtype: str, inner: int) -> str:
         """Compare products of rows that are taken and dropped, each with the matrix of its block, with exact ones."""
