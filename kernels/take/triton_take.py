@@ -56,7 +56,7 @@ def _place(a, b, c, d, by_a, by_b, by_c, by_d):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _named(  # type: ignore[no-untyped-def]
-    index, by_a, by_b, by_c, by_d, by_inner, stride, size, a, b, c, d, inner, outer_there, inner_there,
+    index, by_a, by_b, by_c, by_d, by_inner, stride, size, a, b, c, d, i, outer_there, inner_there,
     word, poison, ticket, DROPS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Return how far an index array goes in `x`, which of its entries name a row, and which are out of range.
@@ -64,13 +64,13 @@ def _named(  # type: ignore[no-untyped-def]
     With a word, negative entries count from the end, and one out of range is told.
     """
     if by_a is None:
-        place = (inner * by_inner)[None, :]
+        place = (i.to(INDEX) * by_inner)[None, :]
         there = inner_there[None, :]
     else:
         place = _place(a, b, c, d, by_a, by_b, by_c, by_d)[:, None]
         there = outer_there[:, None]
         if by_inner is not None:
-            place = place + (inner * by_inner)[None, :]
+            place = place + (i.to(INDEX) * by_inner)[None, :]
             there = there & inner_there[None, :]
     at = tl.load(index + place, mask=there, other=0)
     if word is not None:
