@@ -94,7 +94,7 @@ def test_the_command_works(part, needs, tmp_path):
     names = {"torch": ("compile", "checks", "sanitizer", "prices", "tiles", "calls"),
              "jax": ("checks", "prices", "ragged_dot", "calls")}[part]  # fmt: skip
     assert tuple(dict.fromkeys(line["step"] for line in results)) == names
-    assert len(checks) == {"torch": 33, "jax": 5}[part]
+    assert len(checks) == {"torch": 32, "jax": 5}[part]
     assert len({line["comparison"] for line in times if "comparison" in line}) == {"torch": 6, "jax": 4}[part]
     assert len(read(tmp_path / "checks.jsonl")) == len(checks)
     if part == "torch":

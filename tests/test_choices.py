@@ -49,7 +49,7 @@ def test_the_rows_for_a_card_are_ranked_as_an_expert_ranks_them():
     for name, row, beaten in (
         ("seed, forward", "grouped matmul, Triton", "naive: takes first"),
         ("seed, both gradients", "both grouped gradients, Triton", "naive: takes first"),
-        ("gathered dot, k = 100", "matmul, take", "naive: takes first"),
+        ("gathered dot, k = 100", "matmul, take, Triton", "naive: takes first"),
         ("sparse convolution", "rows times matrices, added up, Triton", "step 0 as take, multiply, add"),
         ("experts", "grouped matmul, grouped_mm", "step 0 as grouped matmul, Triton"),
     ):
