@@ -39,7 +39,7 @@ from planner.backends.jax.products import (
     multiply_and_add,
     multiply_flat,
 )
-from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, tiled_work
+from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, on_card, tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
@@ -99,7 +99,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     """
     parts, kind, size = stock_work(op, device), stock_kind(op), itemsize(op.dtype)
     if device.kind != "cpu" or not isinstance(op, Einsum):
-        return [part._replace(taken=0) for part in parts]  # what a row costs on a card is what torch's takes do
+        return [on_card(part, device) if device.kind == "cuda" else part for part in parts]
     if kind != "matmul":
         copied = count_copied(op.spec) * size
         fused = fused_takes(op.spec) * size if kind == "take, multiply, add" else 0

@@ -31,7 +31,7 @@ from planner.program.forms import GroupedForm
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, JointGradient, Op
 
-__all__ = ["card_work", "in_pieces", "loop_scratch", "tiled_work"]
+__all__ = ["card_work", "in_pieces", "loop_scratch", "on_card", "tiled_work"]
 
 # Kernels that sort rows and cut tiles, kernels of a step of the loop, and what XLA takes to start a kernel within a
 # program, as a part of the time of an operator (estimates).
@@ -218,19 +218,28 @@ def _row_bytes(op: Op) -> int:
     return sum(part.scratch for part in stock_work(op, GPU))
 
 
+def on_card(part: Work, device: Device) -> Work:
+    """Return some work as XLA does it on a card. The device's rates of rows and small matrices are torch's.
+
+    Estimates: XLA takes a row by one more sector of 32 bytes, and reads and writes one to add a row.
+    """
+    if not (part.taken or part.added or part.matrices):
+        return part
+    moving = device.moving_seconds(part.moved + 32 * part.taken + 64 * part.added)
+    return part._replace(taken=0, added=0, matrices=0, seconds=moving)
+
+
 def _pieces_work(op: Op, form: Pieces, device: Device) -> list[Work]:
     (stock,), rows = stock_work(op, device), _row_bytes(op)
     sums = op.result_bytes() * (accumulator(op.dtype) != op.dtype)
     # A piece that was just written is read from the card's cache of 40 MB or more.
-    return [
-        stock._replace(
-            moved=op.bytes_touched() + rows + 2 * sums,
-            scratch=-(-rows // form.steps) + sums,
-            fresh=(),
-            launches=_LAUNCH_PART * _PIECE_KERNELS * form.steps,
-            taken=0,
-        )
-    ]
+    pieces = stock._replace(
+        moved=op.bytes_touched() + rows + 2 * sums,
+        scratch=-(-rows // form.steps) + sums,
+        fresh=(),
+        launches=_LAUNCH_PART * _PIECE_KERNELS * form.steps,
+    )
+    return [on_card(pieces, device)]
 
 
 def _run_pieces(op: Op, form: Pieces, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

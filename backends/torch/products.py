@@ -23,7 +23,7 @@ from planner.backends.common.stock_rows import (
     short_run_seconds,
     small_matrix_seconds,
 )
-from planner.backends.torch.cuda.stock import vectors_seconds
+from planner.backends.torch.cuda.stock import batch_seconds
 from planner.backends.torch.ops import OPS, viewing
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -257,7 +257,7 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
                    matrices=device.matrices(batch),
-                   seconds=vectors_seconds(device, read + wide, form.sizes))  # fmt: skip
+                   seconds=batch_seconds(device, read + wide, batch))  # fmt: skip
     small = Work(seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)
     return [product, small, Work(moved=wide + result, fresh=(result,), launches=2)]
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from planner.cost import rates
 from planner.cost.device import Device, gpu_preset
-from planner.program.frameworks import load_backend
 
 __all__ = ["Lab", "make_labs"]
 
@@ -61,10 +60,6 @@ class Lab:
         """Return the stable order of small indices, sorted as the grouped kernels do it."""
         return np.argsort(x.astype(np.int16), kind="stable")
 
-    def group(self, x: Any, size: int) -> Any:
-        """Check an index array and sort it by group, as a call does whose index array is not prepared."""
-        return load_backend(self.framework).group(x, size, "raise")
-
     def finish(self, result: Any) -> None:
         """Wait until the device has finished all calls, of which this is the last one's result."""
 
@@ -100,13 +95,6 @@ class TorchLab(Lab):
 
     def sort(self, x: Any) -> Any:
         return self.torch.sort(x.to(self.torch.int16), stable=True).indices
-
-    def group(self, x: Any, size: int) -> Any:
-        if self.where.type == "cpu":
-            return super().group(x, size)
-        from planner.kernels.grouping.torch_grouping import group_rows
-
-        return group_rows(x, size)  # preparing an index would wait for the card
 
     def finish(self, result: Any) -> None:
         if self.where.type == "cuda":

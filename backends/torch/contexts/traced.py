@@ -7,8 +7,8 @@ operator, as JSON. A rule gives the compiler the shapes and strides of the resul
 What was recorded also runs on tensors of other sizes. Then the operator resizes its plan, see `_Bound`. Its last
 argument is None, or the shape of the result, with -1 for each size that arrays show.
 
-Inside of the Functions of `planner.backends.torch.autograd` the operators need no derivatives. Exported graphs and
-those of `torch.jit.trace` hold the operators alone, so the same module gives them derivatives.
+Inside of the Functions of `planner.backends.torch.autograd` operators need no derivatives. Exported graphs and those of
+`torch.jit.trace` hold operators alone, so the same module gives them derivatives.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 
 __all__ = ["backward_operator", "contract_gradient", "executable_for", "forward_operator", "join_indices", "opaque",
-           "operator_arguments", "run_backward", "run_forward", "separate_gradients",
-           "wide_result"]  # fmt: skip
+           "operator_arguments", "run_backward", "run_forward", "separate_gradients", "wide_result"]  # fmt: skip
 
 
 def opaque(executable: Executable, x: Tensor) -> bool:
@@ -87,12 +86,12 @@ def _fuses(executable: Executable) -> bool:
 
     That is so for small plans with index arrays that keep operands only: an operator in Python takes longer than these.
     """
-    plan, rows, options = executable.plan, executable.table.rows, executable.plan.options
+    plan, rows, given = executable.plan, executable.table.rows, executable.plan.options
     small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
-    free = (options.memory_limit, options.retain_limit) == (None, None) and not executable.drops
-    if not (small and free and compiles()) or bare_operators():
+    limited = given.memory_limit is not None or given.retain_limit is not None
+    if not small or limited or executable.drops or not compiles() or bare_operators():
         return False
-    names = {step.choice.lowering for step in executable.programs.steps} - {MASK, TAKE}
+    names = {step.choice.lowering for step in executable.programs.steps} - {TAKE}
     return plan.loop is None and all(rows[name].stock for name in names)
 
 

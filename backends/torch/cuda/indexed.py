@@ -104,7 +104,7 @@ def _run_take(op: Op, form: Read, inputs: Sequence[Any], index: Any) -> tuple[An
     if len(gathers) == 1 and op.dtype in DTYPES and len({*gathers[0].axes}) == len(gathers[0].axes):
         given = None if gathers[0] in index else index.given.get(gathers[0])
         check = None if given is None or given.check is None else given.check()
-        if check is not None:
+        if given is not None and check is not None:
             return (_take(inputs[0], form, [given.values], shape, drops, check),)
     return (_take(inputs[0], form, [index[gather] for gather in gathers], shape, drops),)
 
