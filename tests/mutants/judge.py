@@ -22,6 +22,7 @@ AFFECTED = ".testmondata"
 BESIDE = {
     "tests/kernels/test_offsets.py": (
         "kernels/tiled_product/triton_", "kernels/segment_sum/triton_", "kernels/grouped_matmul/triton_",
+        "kernels/take/triton_",
     ),
     "tests/test_sharding_jax.py": (
         "backends/jax/partition", "planner/language/split", "planner/search/collectives",
