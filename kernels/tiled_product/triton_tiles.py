@@ -42,7 +42,7 @@ _LARGEST = {
     ("half", "pair"): Tiles(64, 64, 32),
     ("tf32", "rows"): Tiles(128, 128, 32, warps=8),
     ("tf32", "plain"): Tiles(128, 128, 32, warps=8),
-    ("tf32", "terms"): Tiles(64, 64, 32, warps=8),
+    ("tf32", "terms"): Tiles(64, 64, 32),
     ("bf16x6", "rows"): Tiles(64, 128, 32),
     ("bf16x6", "plain"): Tiles(128, 128, 32, warps=8, stages=3),
     ("bf16x6", "terms"): Tiles(128, 128, 32, warps=8),
