@@ -26,7 +26,8 @@ def _name(requirement: str) -> str:
 
 def _sources() -> set[str]:
     """The paths, as imported, of every file that a package must hold."""
-    found = {"planner/py.typed", "planner/bench/corpus.csv"}
+    found = {"planner/py.typed", "planner/bench/corpus.csv", "planner/cost/cards.json"}
+    found.add("planner/kernels/tiled_product/tiles.json")
     for top, prefix in (("planner", ""), ("backends", "planner/"), ("kernels", "planner/")):
         files = [path for ending in ("py", "css") for path in (ROOT / top).rglob(f"*.{ending}")]
         found |= {prefix + path.relative_to(ROOT).as_posix() for path in files}

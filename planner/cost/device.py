@@ -199,7 +199,7 @@ class Device:
         >>> import planner
         >>> a100 = planner.Device.preset("a100")
         >>> [f"{rate:.3g}" for rate in (a100.most_rate("float32"), a100.fastest_rate("float32"))]
-        ['1.95e+13', '2.34e+13']
+        ['1.95e+13', '2.44e+13']
         """
         by_parts = self.half_rate * PARTS_SHARE if self.capability and dtype == "float32" else 0.0
         return max(self.most_rate(dtype), by_parts)
