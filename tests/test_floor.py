@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -13,7 +14,8 @@ from laws import Floors, plan_of
 
 import planner
 from planner.bench.planning import dense
-from planner.cost.device import A100, CPU, GPU, H100, TPU_V5E, Device
+from planner.cost.device import A100, CPU, GPU, H100, H200, TPU_V5E, Device
+from planner.cost.floor import product_floor
 from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.cost.products import CLASSES
@@ -37,7 +39,7 @@ SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
 RATES = st.sampled_from((1e6, 1e9, 1e10, 1e11, 1e13, float("inf")))
 # Rates that no preset has: slow products beside a fast memory, and the other way round.
 DEVICES = st.one_of(
-    st.sampled_from((CPU, GPU, A100, H100, TPU_V5E)),
+    st.sampled_from((CPU, GPU, A100, H100, H200, TPU_V5E)),
     st.builds(
         Device,
         name=st.just("drawn"),
@@ -248,6 +250,19 @@ def test_the_bound_of_a_large_contraction_on_a_card_holds(device, spec):
         if backend != "numpy":
             cost = planner.plan(spec, *operands, backend=backend, device=device).cost
             assert cost.bound <= cost.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "b200", "mi300x"])
+@pytest.mark.parametrize("sizes", [(100_000, 2, 2, 2), (1000, 32, 32, 32), (8000, 100, 1, 32), (64, 4096, 8, 128)])
+def test_the_bound_of_a_batch_of_products_on_a_card_holds(device, sizes):
+    """XLA takes no time of its own for each matrix of a batch, as torch does."""
+    batch, m, n, k = map(float, sizes)
+    spec = Spec((("b", "m", "k"), ("b", "k", "n")), ("b", "m", "n"), tuple(zip("bmnk", sizes, strict=True)))
+    for backend, dtype in itertools.product(installed_frameworks(), ("float32", "bfloat16")):
+        choices = load_backend(backend).table.choices(Einsum(spec, dtype), Device.preset(device))
+        terms = batch * m * k, batch * k * n, batch * m * n
+        least = product_floor("time", Device.preset(device), dtype, batch * m * n * k, terms)
+        assert all(least <= choice.cost.picoseconds for choice in choices)
 
 
 def test_no_naive_plan_needs_less_than_its_bound():

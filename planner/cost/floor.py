@@ -105,7 +105,8 @@ def product_floor(
     least = xp.minimum(xp.minimum(rows, columns), summed)
     seconds = _moving_seconds(xp, device, touched)
     batch = a * (b / joint) * (out / joint)
-    each = 0.0 if device.products else device.matrix_seconds
+    # On a card `matrix_seconds` is what torch takes; XLA does not pay it.
+    each = 0.0 if device.products or device.kind == "cuda" else device.matrix_seconds
     multiplied = xp.maximum(seconds, 2 * joint / device.most_product_rate(least, dtype)) + (batch > 1.5) * batch * each
     seconds = xp.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
