@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ class _Flag:
             word, self.seen.value = self.seen.value, 0
             if word and self.captured:
                 self.poison.fill_(1)
-            elif word and not _ends:
+            elif word:
                 self.poison = _apart(partial(self._one, self.poison.device))
         return word
 
@@ -99,8 +99,21 @@ def _apart(make: Callable[[], Any]) -> Any:
     it. Such a pool must not hold what the function does not return; and a thread of its own allocates from none. Nor is
     it in the caller's modes.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # raised below
+            made.set_exception(error)
+
+    # An executor starts no thread once the main thread has ended, though others still run.
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError:  # Python ends, and starts no more threads
+        run()
+    return made.result()
 
 
 class _Asked:
@@ -130,7 +143,6 @@ _flags: dict[tuple[int, int], _Flag] = {}
 _tickets: dict[Any, int] = {}
 _asked: list[_Asked] = []
 _every_call = False
-_ends = False  # whether Python ends, and starts no more threads
 _lock = threading.Lock()
 # Flags of a process that this one was forked from. They are kept, since a child cannot free memory of a card.
 _of_parents: list[dict[tuple[int, int], _Flag]] = []
@@ -330,8 +342,6 @@ if hasattr(os, "register_at_fork"):
 
 def _at_exit() -> None:
     """Raise what is pending when Python ends, which prints it."""
-    global _ends
-    _ends = True
     with contextlib.suppress(RuntimeError):  # the device may have failed before
         for flag in _flags.values():
             if flag.poison.device.type == "cuda":

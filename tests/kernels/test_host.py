@@ -473,6 +473,31 @@ def test_a_compiled_call_leaves_nothing_in_its_pool(cheap, monkeypatch, spec, sh
     assert prepared or apart
 
 
+@pytest.mark.parametrize("when", ["thread", "exit"])
+def test_a_flag_is_made_after_the_main_thread_ended(when):
+    """By a thread that works on, and by what runs at the end of the program; errors in making it are raised."""
+    program = """
+import atexit, sys, threading
+import torch
+from planner.backends.torch.checks import _apart
+
+def make():
+    torch.cuda.nothing
+
+def late():
+    if sys.argv[1] == "thread":
+        threading.main_thread().join()
+    print(_apart(lambda: torch.ones(1)).tolist())
+    try:
+        _apart(make)
+    except AttributeError:
+        print("raised", flush=True)
+
+threading.Thread(target=late).start() if sys.argv[1] == "thread" else atexit.register(late)
+"""
+    assert run_python(program, when).split() == ["[1.0]", "raised"]
+
+
 class OnCard(CudaEngine):
     """The engine of `planner.bench.cards.random_specs`, for tensors that say that they are on a card."""
 
