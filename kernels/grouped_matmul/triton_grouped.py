@@ -128,7 +128,7 @@ def grouped_gradients(
         x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
         of_rows, of_matrices, sizes, grouping = Matrices.of(da), Matrices.of(dc), (n, i, j, k), Grouping.of(groups)
         if one_walk:
-            both_gradients(x, y, z, of_rows, of_matrices, sizes, grouping, tiles, how, drops, parts)
+            both_gradients(x, y, z, of_rows, of_matrices, sizes, grouping, tiles, drops, parts)
         else:
             rows_product(x, z.transposed, of_rows, sizes, grouping, drops, tiling)
             terms_product(y, x, of_matrices, sizes, grouping, drops, tiling, parts)

@@ -30,7 +30,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
     order, starts, tasks, most, parts, groups, rows, inner, size_m, size_n,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    DROPS: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
@@ -81,8 +81,8 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         reads = reads & (g_row >= 0) & (a_row >= 0)
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
-        total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
-        of_rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
+        total = tl.dot(z, x, total, input_precision="ieee", out_dtype=wide)
+        of_rows = tl.dot(x, y, input_precision="ieee", out_dtype=wide)
         if DROPS == 2:
             of_rows = tl.where(stays, of_rows, float("nan"))
         da_m = (
@@ -119,7 +119,6 @@ def both_gradients(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiles: Tiles,
-    precision: str = "ieee",
     drops: int = 1,
     parts: Tensor | None = None,
 ) -> None:
@@ -134,7 +133,6 @@ def both_gradients(
         sizes: sizes of r, i, j and k.
         grouping: the groups of the rows.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
-        precision: how float32 is multiplied: "ieee" or "tf32".
         drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2, and that of all
             matrices too.
         parts: memory for the sums of tasks, see `sums_of`; None to allocate it.
@@ -149,7 +147,7 @@ def both_gradients(
     )  # fmt: skip
     launch(
         pair_kernel, tasks.most, arguments,
-        DROPS=drops, PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
+        DROPS=drops, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip
     if parts is not None:

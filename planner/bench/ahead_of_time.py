@@ -93,7 +93,7 @@ RANDOM, _PROBLEMS = "random", 24
 _DTYPES = ("float32", "bfloat16")
 _MORE = {"seed-gathered-matmul": ("float32 as tf32", "float16", "float64"), "experts": ("float32 as tf32",)}
 # Kernels that prepare or finish products, or only copy. On AMD they multiply floats to divide integers.
-_PREPARE = ("add_parts", "check", "count", "place", "scatter", "starts", "take", "tasks")
+_PREPARE = ("add_parts", "check", "starts", "take", "tasks")
 # Workloads that launch the kernels of another one.
 _ALIKE = ("seed-gathered-keys/k10", "seed-gathered-keys/k30", "experts/8")
 _SPECS = (

@@ -66,7 +66,8 @@ class Compiled:
                 registers, spilled = (int(count[1]) for count in counts)
                 kinds = {"mma": "v_mfma"}
             tiles = [constants[f"BLOCK_{x}"] for x in "MNK"]
-            how = {"mode": constants.get("MODE", "pair"), "precision": constants["PRECISION"], "tiles": tiles}
+            mode, precision = constants.get("MODE", "pair"), constants.get("PRECISION", "ieee")
+            how = {"mode": mode, "precision": precision, "tiles": tiles}
             units = [name for name, pattern in kinds.items() if re.search(pattern, text)]
             needs = {"registers": registers, "spilled": spilled, "shared": made.metadata.shared, "units": units}
             how |= {"index": str(constants["INDEX"]), "warps": made.metadata.num_warps}
