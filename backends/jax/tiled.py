@@ -2,9 +2,9 @@
 
 Grouped products move rows into tiles, in Pallas kernels, or in XLA's own operations on a card.
 
-Nothing of it has run on a card or a TPU yet, so times are estimates. Memory on a TPU is bounded by what XLA's compiler
-for a v5e allocates; it keeps arrays of a few megabytes in vector memory instead. Memory of Pallas kernels on a GPU is
-the sum of the arrays.
+On a card only one problem was timed (docs/benchmarks/h200.md), and nothing has run on a TPU, so times are estimates.
+Memory on a TPU is bounded by what XLA's compiler for a v5e allocates; it keeps arrays of a few megabytes in vector
+memory instead. Memory of Pallas kernels on a GPU is the sum of the arrays.
 """
 
 from __future__ import annotations

@@ -60,9 +60,11 @@ class Device:
         cache_bandwidth: bytes/s of reading and writing the cache.
         launch_seconds: overhead of one operator: the host's time, or the latency of the launch if that is longer.
         kernel_seconds: what a Triton kernel's launch takes beyond that of an operator.
-        matrix_seconds: overhead of each matrix of a batched product.
+        matrix_seconds: overhead of each matrix of a batched product; on a card that of torch's operators, as in the
+            next two.
         take_row_seconds: overhead of each row of a take.
-        add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take.
+        add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take. On a card
+            it is the overhead of 16 elements.
         loop_seconds: what torch's and NumPy's elementwise loops take to begin with two runs of neighbours. What they
             take for single elements and sums of short runs is in proportion.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
@@ -250,8 +252,9 @@ def _card(
 
     A row that is sorted moves 60 bytes: two passes over 16-bit keys and 64-bit row numbers, each read twice and written
     once (Adinets and Merrill, "Onesweep", 2022, section 2: 3n accesses a pass; it sorts at 92% of an A100's bandwidth).
-    A row that is added reads and writes one more sector of 32 bytes. Torch takes rows of up to 4,096 bytes one by one:
-    131,072 took 83 us, and 4,194,304 took 2,520 (H200, torch 2.11, 2026-11-27). Other cards are assumed to be alike.
+    Of a row that is added, 16 elements read and write one more sector of 32 bytes. Torch takes rows of up to 4,096 B
+    one by one: 131,072 took 83 us, and 4,194,304 took 2,520 (H200, torch 2.11, 2026-11-27). Other cards are assumed to
+    be alike.
     """
     published = Device(
         name,
