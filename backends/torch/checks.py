@@ -191,19 +191,19 @@ def prepare_indices(
     prepared = RangedIndices(False)
     prepared.sizes = sizes
     later = shows and not here and MODES[mode].bad == "refuse"
-    # An error names the first dimension of a size that the array indexes, whichever kernel reads the array first.
+    # An error names the first dimension of a size that the array indexes, whichever step reads the array first.
     named: dict[tuple[str, int | None], Gather] = {}
     for gather, own in gathers.items():
         raw, shape = indices[gather.array], shapes[gather.array]
         if not isinstance(raw, TorchIndex):
             refuse_sparse(raw, own)
+            first = named.setdefault((own.array, own.size), own)
             if later and can_wait(raw):
-                first = named.setdefault((own.array, own.size), own)
                 prepared.given[gather] = checked_later(raw, shape, first, mode, prepared)
                 continue
             keeps = False
             if not here and raw.is_contiguous():  # any other array is copied once, not by each step
-                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
+                normal = partial(part_in_range, whole=raw, gather=first, mode=mode)
                 shaped = raw if raw.shape == shape else raw.reshape(shape)
                 prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
                 continue

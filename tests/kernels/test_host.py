@@ -524,8 +524,18 @@ def test_the_law_of_index_modes_holds_on_a_card(cheap, dtype):
         seed=255,
     )
 
+    in_one_step = Problem(
+        "q[a] bcd, cdb q[e], dbc -> cb",
+        ((3, 2, 2, 4), (2, 4, 1, 3), (4, 2, 2)),
+        sizes=(2, 2),
+        indices={"q": np.array([2, 0, 0])},
+        index_mode="drop",
+        dtypes=("int16",) * 3,
+    )
+
     @settings(max_examples=25)
     @example(two_dimensions)  # the dimension that is named is not the one that is read first
+    @example(in_one_step)  # nor is it where integers are checked by the step that reads them
     @given(problems(gathers=True, max_size=3, index_modes=("raise", "drop", "clip"), dtypes=(dtype,)))
     def hold(problem):
         law.holds(OnCard(), Subject(), problem)
