@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import range_error
-from planner.backends.torch.contexts.modes import in_functorch
+from planner.backends.torch.contexts.modes import in_functorch, is_symbol
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import captured, is_recorded
 from planner.kernels.grouping.keys import IndexArray
@@ -197,7 +197,7 @@ def prepare_indices(
         raw, shape = indices[gather.array], shapes[gather.array]
         if not isinstance(raw, TorchIndex):
             refuse_sparse(raw, own)
-            first = named.setdefault((own.array, own.size), own)
+            first = own if is_symbol(own.size) else named.setdefault((own.array, own.size), own)
             if later and can_wait(raw):
                 prepared.given[gather] = checked_later(raw, shape, first, mode, prepared)
                 continue
