@@ -375,7 +375,7 @@ def test_masks_that_leave_nan_in_unread_rows_are_found(framework, monkeypatch):
     if framework == "jax":
         monkeypatch.setattr("planner.backends.jax.guards.zero_unread_rows", lambda x, *rest: x)
     else:
-        monkeypatch.setattr("planner.backends.common.masks.find_read_rows", lambda ops, x, *rest: ops.zeros((), x) == 0)
+        monkeypatch.setattr("planner.backends.torch.ops.find_read_rows", lambda ops, x, *rest: ops.zeros((), x) == 0)
     report = check("q[], q[] ce, cbe -> c", sizes={"q": 3}, backends=framework, laws="every lowering", max_examples=8)
     assert not report.passed
     assert "as 'mask'" in str(report)
