@@ -14,7 +14,9 @@ import pytest
 
 import planner
 from planner.bench.card import collect
+from planner.bench.cards import random_specs
 from planner.bench.cards.findings import adopt, best_tiles
+from planner.testing.laws import LAWS
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -91,10 +93,10 @@ def test_the_command_works(part, needs, tmp_path):
     assert (first["what"], first["machine"], first["framework"]) == ("circumstances", "cpu", part)
     assert not [line for line in results if line.get("difference") or "error" in line]
     checks, times = ([line for line in results if key in line] for key in ("difference", "seconds"))
-    names = {"torch": ("compile", "checks", "sanitizer", "prices", "tiles", "calls"),
-             "jax": ("checks", "prices", "ragged_dot", "calls")}[part]  # fmt: skip
+    names = {"torch": ("compile", "checks", "specs", "sanitizer", "prices", "tiles", "calls"),
+             "jax": ("checks", "specs", "prices", "ragged_dot", "calls")}[part]  # fmt: skip
     assert tuple(dict.fromkeys(line["step"] for line in results)) == names
-    assert len(checks) == {"torch": 32, "jax": 5}[part]
+    assert len(checks) == {"torch": 33, "jax": 6}[part]
     assert len({line["comparison"] for line in times if "comparison" in line}) == {"torch": 6, "jax": 4}[part]
     assert len(read(tmp_path / "checks.jsonl")) == len(checks)
     if part == "torch":
@@ -104,6 +106,21 @@ def test_the_command_works(part, needs, tmp_path):
     if part == "jax":
         names = "stock", "taken, ragged_dot", "kernel", "kernel, tile after tile"
         assert [line["what"] for line in checks[:4]] == [f"{name} bfloat16 (50, 2, 5, 7, 4)" for name in names]
+
+
+def test_a_law_that_breaks_is_told(monkeypatch, capsys):
+    """And the next problem follows."""
+    pytest.importorskip("torch", reason="torch is not installed")
+
+    def holds(engine, subject, problem):
+        raise AssertionError("no such sum")
+
+    monkeypatch.setattr(random_specs, "LAWS", [dataclasses.replace(LAWS[1], holds=holds)])
+    assert random_specs.main(["torch", "--smoke", "--seconds", "0.5"]) == 1
+    *broken, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert last == {"held": {"gradients": 0}, "broken": len(broken)}
+    assert len(broken) > 1
+    assert all((line["law"], line["error"]) == ("gradients", "AssertionError: no such sum") for line in broken)
 
 
 def check_that_findings_are_adopted(folder, root):

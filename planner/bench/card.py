@@ -18,6 +18,7 @@ lines as one JSON file and as a table in Markdown.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import datetime
 import importlib
@@ -44,6 +45,7 @@ __all__ = [
     "check_items",
     "collect",
     "comparison_items",
+    "law_items",
     "main",
     "rate_items",
     "serve",
@@ -138,6 +140,33 @@ def comparison_items(
                     yield Item({"what": f"{comparison.what}: {way}", **about}, partial(figures, program))
         except Exception as error:  # the arrays could not be made; the next family has other arrays
             yield Item({"what": family}, partial(_raise, error))
+
+
+def law_items(part: str, smoke: bool) -> Iterator[Item]:
+    """Yield an item that checks random specs by `planner.bench.cards.random_specs`, in several processes."""
+    shares = 1 if smoke else max(1, min(8, len(os.sched_getaffinity(0)) - 1))
+    command = [sys.executable, "-m", f"{__package__}.cards.random_specs", part, "--seconds", "2" if smoke else "40"]
+
+    def run() -> Mapping[str, Any]:
+        children = [
+            subprocess.Popen(
+                [*command, "--share", f"{n}/{shares}", *["--smoke"] * smoke],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for n in range(shares)
+        ]  # fmt: skip
+        held, broken = collections.Counter[str](), []
+        for child in children:
+            out, said = child.communicate()
+            lines = [json.loads(line) for line in out.splitlines()]
+            for line in lines:
+                held.update(line.get("held", {}))
+            broken += [line for line in lines if "law" in line]
+            if child.returncode not in (0, 1) or not lines or "held" not in lines[-1]:
+                broken.append({"error": said[-500:]})
+        return {"difference": json.dumps(broken[0])[:2000] if broken else "", "broken": len(broken), "held": held}
+
+    yield Item({"what": f"random specs, in {shares} processes"}, run)
 
 
 def _as(name: str, run: Callable[[], Any]) -> Mapping[str, Any]:

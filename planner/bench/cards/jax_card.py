@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.bench.card import CardComparison, Item, Program, Step, check_items, comparison_items, main, rate_items
+from planner.bench.card import (
+    CardComparison,
+    Item,
+    Program,
+    Step,
+    check_items,
+    comparison_items,
+    law_items,
+    main,
+    rate_items,
+)
 
 __all__ = ["CARD", "JaxCard"]
 
@@ -130,9 +140,10 @@ class JaxCard:
     def steps(self) -> Iterator[Step]:
         """Yield the steps: checks, rates, what `ragged_dot` is compiled to, and whole calls."""
         yield Step("checks", 150, lambda: check_items(self.checks()))
+        yield Step("specs", 60, lambda: law_items("jax", self.smoke))
         yield Step("prices", 40, lambda: rate_items(self.rates()))
         yield Step("ragged_dot", 50, self.ragged)
-        yield Step("calls", 300, lambda: comparison_items(self.comparisons(), self.figures))
+        yield Step("calls", 240, lambda: comparison_items(self.comparisons(), self.figures))
 
     def ragged(self) -> Iterator[Item]:
         """Yield for each dtype what XLA makes of `ragged_dot`: cuDNN's kernel, or products with all matrices."""

@@ -20,7 +20,6 @@ from unittest import mock
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
-from planner.backends.torch.backend import TorchBackend
 from planner.cost.device import H200
 from planner.groups import synchronize
 from planner.language.errors import IndexRangeError
@@ -43,6 +42,8 @@ CHEAP = dataclasses.replace(H200, flop_rate=float("inf"), launch_seconds=0.0, ke
 
 def _cheap(engine: Engine, subject: Subject, problem: Problem) -> None:
     """The result and the gradients equal the oracle's in plans that prefer the kernels."""
+    from planner.backends.torch.backend import TorchBackend
+
     with mock.patch.object(TorchBackend, "device", return_value=CHEAP):
         both(engine, subject, problem)
 

@@ -26,6 +26,7 @@ from planner.bench.card import (
     Step,
     check_items,
     comparison_items,
+    law_items,
     main,
     rate_items,
 )
@@ -180,12 +181,13 @@ class TorchCard(TorchChecks):
         yield CardComparison(f"seed-gathered-keys k = {k}, with gradients", both, 0.0)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps: compiling, checks, compute-sanitizer, prices, tiles, and whole calls."""
+        """Yield the steps: compiling, checks, random specs, compute-sanitizer, prices, tiles, and whole calls."""
         yield Step("compile", 40, self.compile)
         yield Step("checks", 80, lambda: check_items(self.checks()))
+        yield Step("specs", 60, lambda: law_items("torch", self.smoke))
         yield Step("sanitizer", 50, self.sanitize)
         yield Step("prices", 50, self.prices)
-        yield Step("tiles", 240, self.tiles)
+        yield Step("tiles", 180, self.tiles)
         yield Step("calls", 80, self.calls)
 
     @property
