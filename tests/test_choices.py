@@ -1,6 +1,9 @@
 """What is chosen for a card at published rates, beside a kernel expert's estimates for an H200."""
 
 import pytest
+from conftest import examples
+from hypothesis import given, settings
+from laws import plan_of
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -10,6 +13,8 @@ from planner.bench.choices import ESTIMATES, _other_rows, estimates, known_plans
 from planner.cost.device import PRESETS  # noqa: E402
 from planner.program.forms import GroupedForm, grouped_form  # noqa: E402
 from planner.search.alternatives import alternatives  # noqa: E402
+from planner.search.choose import naive_plan  # noqa: E402
+from planner.testing.strategies import problems  # noqa: E402
 from planner.workloads import WORKLOADS  # noqa: E402
 
 SEED, CONVOLUTION = WORKLOADS["seed-gathered-matmul"], WORKLOADS["sparse-convolution"]
@@ -114,3 +119,15 @@ def test_the_table_shows_each_choice_beside_others(capsys):
     assert "grouped matmul, Triton" in seed[1]
     assert "ms: " in seed[2]
     assert "ms" in seed[3]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@settings(max_examples=examples(15, 200))
+@given(problem=problems(4, 6, max_axes=7, max_size=7, strided=False))
+def test_no_plan_for_a_card_is_predicted_slower_than_the_naive_one(backend, problem):
+    """There launches take most of the time of small steps, and a search may end before it has seen the fewest."""
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    plan = plan_of(problem, backend, device="h200")
+    naive = naive_plan(plan.contraction, as_run=True)
+    assert plan.cost.seconds <= naive.cost.seconds
+    assert plan.cost.bound <= plan.cost.seconds

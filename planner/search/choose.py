@@ -76,8 +76,22 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         origin=best.origin,
     )
     if given is None and not on_mesh:
-        plan = _no_worse_than_einsum(plan, loops)
+        plan = _no_worse_than_einsum(_no_slower_than_naive(plan), loops)
     return add_exchanges(plan) if on_mesh else plan
+
+
+def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
+    """Return the plan, or the naive one if that is faster. On a card, where launches count, a search may end early."""
+    contraction, options = plan.contraction, plan.options
+    limited = Limits(options.memory_limit, options.retain_limit) != NO_LIMITS
+    if plan.proven or options.minimize != "time" or options.optimize not in SEARCHES or limited:
+        return plan
+    if contraction.symbols or plan.device.kind == "cpu" or plan.origin.startswith("interrupted"):
+        return plan
+    naive = naive_plan(contraction, as_run=True, keeps_copies=False)
+    if naive.cost.seconds >= plan.cost.seconds:
+        return plan
+    return _in_place_of(plan, naive, "faster than the trees that were searched")
 
 
 def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
@@ -176,19 +190,19 @@ def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     return least_by_sizes(space, objective)
 
 
-def naive_plan(contraction: Contraction, as_run: bool = False) -> PlanRecord:
+def naive_plan(contraction: Contraction, as_run: bool = False, keeps_copies: bool = True) -> PlanRecord:
     """Return the naive plan: gather whole operands, then contract along opt_einsum's path.
 
     It keeps what the framework's own autograd keeps. That includes copies of operands that a product made: torch saves
     what it gives to `bmm`. Its steps allocate what the framework's own functions do; `as_run` says to count what our
-    stock implementations allocate, which may copy more.
+    stock implementations allocate, which may copy more. A naive plan that is run itself keeps no such copies.
     """
     space = SearchSpace(contraction)
     result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True, as_run=as_run)
     assert result is not None
     programs = space.programs(result.tree, lower)
     copies_of = load_backend(contraction.backend).einsum_copies
-    if programs.backward is not None and copies_of is not None and not programs.copies:
+    if keeps_copies and programs.backward is not None and copies_of is not None and not programs.copies:
         programs = _with_copies(programs, copies_of)
     return PlanRecord.of_contraction(
         contraction, tree=result.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE
