@@ -36,8 +36,7 @@ _OUTER = MOST_AXES - 1
 _COPIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.uint8)  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
+# A position beyond all entries of an index array: no entry is out of range.
 _NONE = tl.constexpr(2**62)
 
 

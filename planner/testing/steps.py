@@ -108,7 +108,7 @@ def _unread_rows(engine: Engine, plan: Plan, op: Guard, indices: Mapping[str, An
 
 
 def _inputs(engine: Engine, plan: Plan, op: Op, arrays: Sequence[Any], indices: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the inputs of a step: those of a guard with NaN in unread rows, which frameworks may zero or not else."""
+    """Return the inputs of a step. A guard gets NaN in the rows that no index names, and must zero these rows."""
     unread = _unread_rows(engine, plan, op, indices) if isinstance(op, Guard) else None
     if unread is None or not unread.any():
         return arrays
