@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.calls import shape_in, size_in
-from planner.program.forms import ProductForm, inner_product, product_form
+from planner.program.forms import ProductForm, inner_product, known_product
 
 __all__ = [
     "SMALL_MATRIX",
@@ -122,8 +122,7 @@ def _make_product(ops: ArrayOps, axes_left: Sequence[tuple[str, ...]], spec: Spe
         return _unchanged, axes_left[0]
     # The product has its axes in the order of the output where it can, so that nothing is permuted afterwards.
     inner = inner_product(spec, axes_left)
-    form = product_form(inner)
-    assert form is not None
+    form = known_product(inner)
     return ops.product(form, inner), term_axes(inner.output)
 
 

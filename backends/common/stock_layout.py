@@ -14,7 +14,7 @@ from planner.backends.common.stock import is_swapped
 from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
-from planner.program.forms import ProductForm, inner_product, product_form
+from planner.program.forms import ProductForm, inner_product, known_product, product_form
 from planner.program.ops import Cast, Op
 
 __all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
@@ -43,8 +43,7 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     (first, _), (second, _) = read
     inner = inner_product(spec, (first, second))
     axes = term_axes(inner.output)
-    form = product_form(inner)
-    assert form is not None
+    form = known_product(inner)
     if form.contracted:
         copied += sum(product_copies(form, inner, tuple(layout for _, layout in read)))
     layout = _product_layout(form, inner)

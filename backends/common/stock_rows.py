@@ -16,7 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
-from planner.program.forms import ProductForm, product_form
+from planner.program.forms import ProductForm, known_product, product_form
 from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
@@ -167,8 +167,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     if kind == "matmul" and op.dtype == "bool" and device.kind != "cuda":  # multiplied as int32
         return [*parts, Work(scratch=4 * sum(spec.elements))]
     if kind in ("matmul", "multiply") and device.kind == "cpu":
-        form, layouts = product_form(spec), op.layouts or (None, None)
-        assert form is not None
+        form, layouts = known_product(spec), op.layouts or (None, None)
         batch, m, n, k = form.sizes
         if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
@@ -241,8 +240,7 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     if kind == "take" and joint_elements(spec) * size == result:
         return [work._replace(taken=_count_rows(spec)[0])]
     if kind == "matmul":
-        form = product_form(spec)
-        assert form is not None
+        form = known_product(spec)
         batch, m, n, k = form.sizes
         rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
         rate = device.product_rate(rows, columns, k, op.dtype, batch)

@@ -16,7 +16,7 @@ from planner.backends.common.stock import Product
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
-from planner.program.forms import inner_product, product_form
+from planner.program.forms import inner_product, known_product, product_form
 
 __all__ = ["ProductCopies", "arranged", "as_dot", "count_copied", "count_reordered", "factors", "fused_takes",
            "inner_strides", "is_folded", "join_axes", "multiply_and_add", "multiply_flat", "wide_axes"]  # fmt: skip
@@ -65,8 +65,7 @@ def arranged(spec: Spec, lean: bool = False) -> _Arrangement:
     On 370 products, of model code and drawn at random, it took 0.93 times the time of that of `jnp.einsum`, and more
     than 1.05 times for 9, at most 1.8 times (2 cores of a busy AMD EPYC, JAX 0.10.2, 2026-11-27).
     """
-    form = product_form(spec)
-    assert form is not None
+    form = known_product(spec)
     terms, free = [term_axes(term) for term in spec.terms], (form.left, form.right)
 
     def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
@@ -103,8 +102,7 @@ def _copied_apart(copies: Mapping[int, int]) -> int:
 
 def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     """Return what XLA does for an arrangement besides multiplying, in copied elements that take as long."""
-    form, orders, excess = product_form(spec), _orders(spec, arrangement), 0.0
-    assert form is not None
+    form, orders, excess = known_product(spec), _orders(spec, arrangement), 0.0
     for place in arrangement.copied:
         term = wide_axes(spec.terms[place], spec)
         excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
@@ -125,8 +123,7 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
     XLA turns a product round whose result is turned. Then the second factor comes first, whose terms it wrote before
     its columns, unless they stand behind them as they are.
     """
-    form, (first, second, _, contracted, _) = product_form(spec), arrangement
-    assert form is not None
+    form, (first, second, _, contracted, _) = known_product(spec), arrangement
     free, wide = (form.left, form.right), [wide_axes(term, spec) for term in spec.terms]
     shared, rows, columns, summed = (
         wide_axes(group, spec) for group in (arrangement.batch, free[first], free[second], contracted)
@@ -140,8 +137,7 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
 
 def _is_turned(spec: Spec, arrangement: _Arrangement) -> bool:
     """Return whether the result has the one axis of the second factor before the one axis of the first."""
-    form, (first, second, batch, _, _) = product_form(spec), arrangement
-    assert form is not None
+    form, (first, second, batch, _, _) = known_product(spec), arrangement
     shared, rows, columns = (
         wide_axes(group, spec) for group in (batch, *((form.left, form.right)[i] for i in (first, second)))
     )
@@ -154,8 +150,7 @@ def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
     A matrix that is the first factor is summed along its innermost axis. XLA is fast if that axis is innermost as it
     is; if the matrix is copied and that axis is short, it should be the longer one.
     """
-    form, (first, second, _, contracted, _) = product_form(spec), arrangement
-    assert form is not None
+    form, (first, second, _, contracted, _) = known_product(spec), arrangement
     free = (form.left, form.right)
     matrix = first if form.sizes[1 + first] > 1 else second
     inner = wide_axes(spec.inputs[matrix], spec)[-1]
@@ -338,8 +333,7 @@ class ProductCopies(NamedTuple):
 
 def _orders(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[str, ...]]:
     """Return the order in which XLA multiplies the axes of each term of a product, those of size 1 left out."""
-    form, (first, second, batch, contracted, _) = product_form(spec), arrangement
-    assert form is not None
+    form, (first, second, batch, contracted, _) = known_product(spec), arrangement
     free = (form.left, form.right)
     groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
     return {place: wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}

@@ -47,7 +47,7 @@ from planner.kernels.grouped_matmul import jax_grouped, jax_tilings, pallas_tile
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, is_inexact, itemsize
 from planner.language.spec import Spec, term_gathers
-from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, known_product, product_form
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op, joint_elements
 
@@ -106,8 +106,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
         # A segment sum reads index arrays in range from memory. In a take XLA computes them element by element.
         index = 4 * sum(math.prod(op.spec.shape(gather.axes)) for gather in set(term_gathers(op.spec.output)))
         return [*parts, Work(moved=2 * copied, copied=copied, scratch=copied + index - fused)]
-    form = product_form(op.spec)
-    assert form is not None
+    form = known_product(op.spec)
     batch, *sides = form.sizes
     slower = 0.0
     if device.products:
@@ -168,8 +167,7 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
     def refuses(op: Op) -> str | None:
         if not is_inexact(op.dtype):
             return "sums of integers may be long"
-        form = product_form(op.spec)
-        assert form is not None
+        form = known_product(op.spec)
         batch, rows, columns, terms = form.sizes
         if not 1 < terms <= _MOST_ADDED:
             return f"sums have one term, or more than {_MOST_ADDED}"

@@ -43,7 +43,7 @@ from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
 from planner.program.contraction import Contraction
-from planner.program.forms import product_form
+from planner.program.forms import known_product, product_form
 from planner.program.ops import Cast, Guard, Op, joint_elements
 from planner.program.program import Programs, Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
@@ -313,7 +313,7 @@ class _Compiler:
         The function takes the inputs. That of an indexed step takes the index arrays after them. `of_operand` says
         whether the first input is an operand.
         """
-        spec, kind, form = op.spec, stock_kind(op), product_form(op.spec)
+        spec, kind = op.spec, stock_kind(op)
         if kind in INDEXED:
             return self._indexed(op, standins[0], of_operand)
         if spec.gathers:  # without gradients
@@ -332,7 +332,7 @@ class _Compiler:
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
-            assert form is not None
+            form = known_product(spec)
             if recorded and has_large_vectors(form):
                 return None
             if self.tries:
@@ -343,7 +343,7 @@ class _Compiler:
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
-            assert form is not None
+            form = known_product(spec)
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
             by_einsum = not recorded and len(spec.axes) <= MOST_LETTERS
             if 1 in spec.by_axis.values():  # an axis of size 1 may lie otherwise than in what `torch.einsum` returns
@@ -393,8 +393,7 @@ class _Compiler:
         evaluation orders axes. Without gradients the result is permuted where a group has another order in it than in
         the output.
         """
-        form, recorded = product_form(spec), self.chosen is not None
-        assert form is not None
+        form, recorded = known_product(spec), self.chosen is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = any(copies_of(*operand)[1] for operand in operands)
         few_calls = count_matrix_views(form, spec) < 3
@@ -427,8 +426,7 @@ class _Compiler:
         The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
         copied, in place of which the plan says that its base is kept, or if copies for unit strides would be kept.
         """
-        form, kept = product_form(node.op.spec), []
-        assert form is not None
+        form, kept = known_product(node.op.spec), []
         out = node.op.spec.output
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:

@@ -18,6 +18,7 @@ __all__ = [
     "TakenForm",
     "grouped_form",
     "inner_product",
+    "known_product",
     "pooled_form",
     "product_form",
     "rows_form",
@@ -96,6 +97,13 @@ def product_form(spec: Spec) -> ProductForm | None:
     if k == 1:
         groups = (*groups[:3], ())
     return ProductForm(*groups, sizes=(batches, m, n, k))
+
+
+def known_product(spec: Spec) -> ProductForm:
+    """Return the form of a step that is known to be a product."""
+    form = product_form(spec)
+    assert form is not None
+    return form
 
 
 def _counts(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:

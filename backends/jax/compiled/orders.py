@@ -8,7 +8,7 @@ from planner.backends.jax.products import arranged, wide_axes
 from planner.language.cached import cached_by_step
 from planner.language.derive import swap_with_output
 from planner.language.spec import Spec
-from planner.program.forms import product_form
+from planner.program.forms import known_product
 
 __all__ = ["DotOrders", "dot_orders"]
 
@@ -43,8 +43,7 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
     """
     terms = [wide_axes(term, spec) for term in spec.inputs]
     derived = spec if gradient is None else swap_with_output(spec, gradient)
-    form, (first, second, batch, contracted, _) = product_form(derived), arranged(derived)
-    assert form is not None
+    form, (first, second, batch, contracted, _) = known_product(derived), arranged(derived)
     free = [wide_axes(group, spec) for group in (form.left, form.right)]
     batch, contracted, out = wide_axes(batch, spec), wide_axes(contracted, spec), wide_axes(spec.output, spec)
     if gradient is not None:

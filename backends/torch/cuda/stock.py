@@ -9,7 +9,7 @@ from planner.backends.common.stock_rows import flat_index_bytes, stock_kind
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.language.spec import plain_axes, term_axes, term_gathers
-from planner.program.forms import product_form
+from planner.program.forms import known_product
 from planner.program.ops import Op
 
 __all__ = ["batch_seconds", "card_work"]
@@ -27,8 +27,7 @@ def card_work(parts: Sequence[Work], op: Op, device: Device) -> list[Work]:
     than their bytes. Each array of a flat index is written, and read twice.
     """
     if stock_kind(op) == "matmul":
-        form = product_form(op.spec)
-        assert form is not None
+        form = known_product(op.spec)
         return [x._replace(seconds=batch_seconds(device, x.moved, form.sizes[0])) if x.flops else x for x in parts]
     if not op.spec.gathers:
         return [*parts]
