@@ -162,7 +162,7 @@ def kept_copies(
     A Function of planner's own would keep the operands in their place, but takes longer.
     """
     options, floats = contraction.options, ("float32", "float64")
-    free = options.memory_limit is None and options.retain_limit is None and options.objective == "time"
+    free = not options.limited and options.objective == "time"
     free = free and contraction.device.kind == "cpu" and contraction.mesh is None
     copied = any(step.choice.cost.copied_bytes for step in forward)
     if not (copied and free) or records is False or contraction.dtype not in floats:

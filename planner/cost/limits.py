@@ -7,7 +7,7 @@ from typing import NamedTuple
 from planner.cost.figures import PlanCost
 from planner.language.options import Options
 
-__all__ = ["NO_LIMITS", "Limits", "keeps_within", "within"]
+__all__ = ["NO_LIMITS", "Limits", "keeps_within", "limits_of", "within"]
 
 
 class Limits(NamedTuple):
@@ -20,9 +20,14 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+def limits_of(options: Options) -> Limits:
+    """Return the limits of some options."""
+    return Limits(options.memory_limit, options.retain_limit)
+
+
 def within(cost: PlanCost, options: Options) -> bool:
     """Whether a cost is within the limits of some options."""
-    return keeps_within(cost, Limits(options.memory_limit, options.retain_limit))
+    return keeps_within(cost, limits_of(options))
 
 
 def keeps_within(cost: PlanCost, limits: Limits) -> bool:

@@ -123,3 +123,8 @@ class Options:
     def objective(self) -> str:
         """The objective that steps are chosen by: a function of the cost only ranks plans."""
         return self.minimize if isinstance(self.minimize, str) else "time"
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit in bytes."""
+        return self.memory_limit is not None or self.retain_limit is not None

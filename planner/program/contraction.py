@@ -103,7 +103,7 @@ def at_numbers(contraction: Contraction) -> Contraction:
     symbols = {entry: spec.size(entry) for entry in entries if is_symbol(spec.size(entry))}
     if not symbols:
         return contraction
-    if (contraction.options.memory_limit, contraction.options.retain_limit) != (None, None):
+    if contraction.options.limited:
         entry, size = next(iter(symbols.items()))
         what = f"the dimension {entry}" if gather_of(entry) else f"axis {entry!r}"
         raise PlannerError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from planner.cost.figures import PlanCost
-from planner.cost.limits import NO_LIMITS, Limits, keeps_within
+from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES
@@ -83,8 +83,7 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
 def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
     """Return the plan, or the naive one if that is faster. On a card, where launches count, a search may end early."""
     contraction, options = plan.contraction, plan.options
-    limited = Limits(options.memory_limit, options.retain_limit) != NO_LIMITS
-    if plan.proven or options.minimize != "time" or options.optimize not in SEARCHES or limited:
+    if plan.proven or options.minimize != "time" or options.optimize not in SEARCHES or options.limited:
         return plan
     if contraction.symbols or plan.device.kind == "cpu" or plan.origin.startswith("interrupted"):
         return plan
@@ -129,8 +128,7 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
 def _is_compared(contraction: Contraction) -> bool:
     """Whether plans of a contraction are compared with einsum's memory. A search under limits can take seconds."""
     options = contraction.options
-    limits = Limits(options.memory_limit, options.retain_limit)
-    is_usual = options.minimize == "time" and options.optimize in SEARCHES and limits == NO_LIMITS
+    is_usual = options.minimize == "time" and options.optimize in SEARCHES and not options.limited
     return is_usual and len(contraction.operands) <= _MOST_SEARCHED_AGAIN
 
 
@@ -174,8 +172,7 @@ def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None
     the caller's, or on a mesh.
     """
     options = contraction.options
-    limited = Limits(options.memory_limit, options.retain_limit) != NO_LIMITS
-    if limited or options.optimize not in SEARCHES or contraction.mesh is not None:
+    if options.limited or options.optimize not in SEARCHES or contraction.mesh is not None:
         return None
     return _find_bound(contraction, in_loops)
 
@@ -257,7 +254,7 @@ def _best(
     """
     options = space.options
     key = plan_key(options.minimize)
-    limits = Limits(options.memory_limit, options.retain_limit)
+    limits = limits_of(options)
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
     candidates: list[Candidate] = []
     searched: set[tuple[str, Limits, bool]] = set()

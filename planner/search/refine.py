@@ -77,7 +77,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     naive tree may take what the framework's own einsum takes, if that saves a tenth of the time.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
-    free = options.memory_limit is None and options.retain_limit is None and options.minimize == "time"
+    free = not options.limited and options.minimize == "time"
     if back is None or backend.call_seconds is None or not free or options.optimize != "auto":
         return best
 
@@ -118,7 +118,7 @@ def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
 def is_fastest_kept(space: SearchSpace, candidate: Candidate) -> bool:
     """Whether only the time counts, and the candidate's tree takes longer if fewer values are kept, or has none."""
     options, kept = space.options, set(candidate.programs.kept)
-    if options.minimize != "time" or options.memory_limit is not None or options.retain_limit is not None:
+    if options.minimize != "time" or options.limited:
         return False
     steps = candidate.programs.forward.steps
     return not kept or any([step.choice.cost.picoseconds and not kept.isdisjoint(step.outputs) for step in steps])

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.figures import Cost
-from planner.cost.limits import NO_LIMITS, Limits, keeps_within
+from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
@@ -78,8 +78,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         candidates: the candidates found so far.
     """
     options = space.options
-    limits = Limits(options.memory_limit, options.retain_limit)
-    limited = limits != NO_LIMITS
+    limits = limits_of(options)
     key = plan_key(options.minimize)
     allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
     rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
@@ -104,7 +103,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         return (excess(candidate), *key(candidate.cost))
 
     def leanest_of_the_fast(tried: Sequence[Candidate], first: Candidate) -> Candidate:
-        most = (TIES if limited else CLOSE) * first.cost.seconds
+        most = (TIES if options.limited else CLOSE) * first.cost.seconds
         fast = [c for c in tried if excess(c) == excess(first) and c.cost.seconds <= most]
         return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, rank(candidate)))
 
@@ -112,18 +111,18 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         """Return the best candidate; if time decides without limits, the leanest of the fast ones before it."""
         first = min(tried, key=rank)
         best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
-        return [best] if best is first or limited else [best, first]
+        return [best] if best is first or options.limited else [best, first]
 
     previous: Candidate | None = None
     looped = candidates
-    for _ in range(MOST_LOOPS if limited or options.minimize != "time" else 1):
+    for _ in range(MOST_LOOPS if options.limited or options.minimize != "time" else 1):
         tried = search.price_parts(looped, limits)
         looped = sorted(tried, key=rank)[:MOST_NESTED]
         if not looped or (previous is not None and rank(looped[0]) >= rank(previous)):
             break
         previous = looped[0]
         yield from best_of(tried)
-        if limited and keeps_within(previous.cost, limits):
+        if options.limited and keeps_within(previous.cost, limits):
             break
     if search.large and limits.memory is not None and not allowed:
         for candidate in search.price_many_axes(rival.tree, limits.memory):
@@ -163,14 +162,13 @@ class _LoopSearch:
         options = space.options
         self.key = plan_key(options.minimize)
         self.rival = None if rival is None else self.key(rival)
-        limited = options.memory_limit is not None or options.retain_limit is not None
-        self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
+        self.steps_left = PRICED_STEPS_LIMITED if options.limited else PRICED_STEPS
         # The steps of many operands are small ones, and the loops over them are many.
         self.large = len(space.operands) > MOST_AUTO
         self.searches = not self.large
         if self.large:
             self.steps_left //= LARGE_SHARE
-        keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
+        keys = ("time", "peak") if options.limited or options.minimize in ("peak", "retained") else ("time",)
         device = device_in_loop(space.device, space.backend)
         self.lowerers = {key: lowerer_for(space.backend, device, key) for key in keys}
 

@@ -77,8 +77,7 @@ def remembered(contraction: Contraction, loops: bool, search: Callable[[], PlanR
 
 def _may_take_long(contraction: Contraction) -> bool:
     options, spec = contraction.options, contraction.resolved.spec
-    limited = options.memory_limit is not None or options.retain_limit is not None
-    return limited or 3 ** (len(spec.inputs) + len(spec.gathers)) // 2 >= LEAST_WORK
+    return options.limited or 3 ** (len(spec.inputs) + len(spec.gathers)) // 2 >= LEAST_WORK
 
 
 def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:

@@ -86,10 +86,9 @@ def _fuses(executable: Executable) -> bool:
 
     That is so for small plans with index arrays that keep operands only: an operator in Python takes longer than these.
     """
-    plan, rows, given = executable.plan, executable.table.rows, executable.plan.options
+    plan, rows = executable.plan, executable.table.rows
     small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
-    limited = given.memory_limit is not None or given.retain_limit is not None
-    if not small or limited or executable.drops or not compiles() or bare_operators():
+    if not small or plan.options.limited or executable.drops or not compiles() or bare_operators():
         return False
     names = {step.choice.lowering for step in executable.programs.steps} - {TAKE}
     return plan.loop is None and all(rows[name].stock for name in names)
