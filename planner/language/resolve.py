@@ -34,6 +34,12 @@ class Resolved:
     shapes: tuple[Shape, ...]
     index_shapes: tuple[tuple[str, Shape], ...]
 
+    @classmethod
+    def of(cls, spec: Spec) -> Resolved:
+        """Return a resolved spec for arrays that have the shapes it says."""
+        index_shapes = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
+        return cls(spec, tuple(map(spec.shape, spec.inputs)), tuple(index_shapes.items()))
+
 
 def resolve(
     spec: str | Spec, *operands: Any, sizes: Mapping[str, int] | Sequence[int] | None = None, **indices: Any

@@ -215,19 +215,16 @@ def _resize_op(op: Op, sizes: Mapping[str | Gather, int], children: Sequence[Tre
 
 def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:
     """Return the contraction of one slice, with stand-ins for its operands: views of the whole operands."""
-    spec = slice_spec(contraction.resolved.spec, sizes)
-    arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
-    index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
-    shapes = tuple(spec.shape(term) for term in spec.inputs)
+    resolved = Resolved.of(slice_spec(contraction.resolved.spec, sizes))
     views = tuple(
         Operand(shape, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
-        for shape, whole, o in zip(shapes, contraction.resolved.shapes, contraction.operands, strict=True)
+        for shape, whole, o in zip(resolved.shapes, contraction.resolved.shapes, contraction.operands, strict=True)
     )
     return dataclasses.replace(
         contraction,
-        text=str(spec),
-        resolved=Resolved(spec, shapes, index_shapes),
-        index_shapes=index_shapes,
+        text=str(resolved.spec),
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
         operands=views,
         # The gradient is a view too: of that of the whole result, which is row-major.
         gradient_strides=contraction.gradient_strides or row_major(contraction.resolved.spec.output_shape),

@@ -277,11 +277,8 @@ def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int
     spec = resize_spec(old, {entry: size_of(entry, old.size(entry)) for entry in entries})
     if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
         return None
-    arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
-    index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
-    shapes = tuple(spec.shape(term) for term in spec.inputs)
-    operands = []
-    for operand, before, after in zip(contraction.operands, contraction.resolved.shapes, shapes, strict=True):
+    resolved, operands = Resolved.of(spec), []
+    for operand, before, after in zip(contraction.operands, contraction.resolved.shapes, resolved.shapes, strict=True):
         strides = strides_in(operand, before)
         if strides is not None and (strides := strides_of(layout_of(before, strides), after)) is None:
             return None
@@ -294,8 +291,8 @@ def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int
     return dataclasses.replace(
         contraction,
         text=str(spec),
-        resolved=Resolved(spec, shapes, index_shapes),
-        index_shapes=index_shapes,
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
         operands=tuple(operands),
         gradient_strides=gradient_strides,
     )

@@ -99,16 +99,14 @@ def _part_of(
     spec = whole.resolved.spec
     arrays = [*zip(spec.inputs, operands, strict=True), *((g.axes, indices[g.array]) for g in spec.gathers)]
     split = choose_splits(spec, arrays)
-    local = local_spec(spec, {entry: math.prod(axes[name] for name in names) for entry, names in split.items()})
-    shapes = tuple(map(local.shape, local.inputs))
-    brackets = {gather.array: gather.axes for gather in local.gathers}
-    index_shapes = tuple((name, local.shape(brackets[name])) for name in local.arrays)
-    parts = zip(shapes, whole.operands, strict=True)
+    counts = {entry: math.prod(axes[name] for name in names) for entry, names in split.items()}
+    resolved = Resolved.of(local_spec(spec, counts))
+    parts = zip(resolved.shapes, whole.operands, strict=True)
     mesh = OnMesh(tuple(axes.items()), whole, tuple(operands), tuple(indices.items()), result, tuple(split.items()))
     return dataclasses.replace(
         whole,
-        resolved=Resolved(local, shapes, index_shapes),
-        index_shapes=index_shapes,
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
         operands=tuple(Operand(shape, x.dtype, None, x.requires_grad) for shape, x in parts),
         mesh=mesh,
     )

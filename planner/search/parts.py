@@ -156,14 +156,14 @@ def _cut_out(contraction: Contraction, whole: Tree, root: Node, joins: Callable[
         return None
     spec = Spec(tuple(terms), root.op.spec.output)
     spec = dataclasses.replace(spec, sizes=tuple((axis, sizes[axis]) for axis in sorted(spec.axes)))
-    shapes, arrays = tuple(map(spec.shape, terms)), {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
-    index_shapes = tuple(arrays.items())
+    resolved = Resolved.of(spec)
+    operands = zip(children, resolved.shapes, strict=True)
     part = dataclasses.replace(
         contraction,
         text=str(spec),
-        resolved=Resolved(spec, shapes, index_shapes),
-        index_shapes=index_shapes,
-        operands=tuple(_operand(contraction, child, shape) for child, shape in zip(children, shapes, strict=True)),
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
+        operands=tuple(_operand(contraction, child, shape) for child, shape in operands),
         dtype=root.op.dtype,
         gradient_strides=row_major(spec.output_shape),
     )

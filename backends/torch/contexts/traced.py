@@ -371,16 +371,16 @@ class _Bound:
 
 def _contraction_of(executable: Executable, operands: Sequence[Tensor]) -> Contraction:
     """Return the contraction of these operands, at the sizes of an executable."""
-    plan, spec, index_shapes = executable.plan, executable.spec, tuple(executable.index_shapes.items())
+    plan, resolved = executable.plan, Resolved.of(executable.spec)
     described = [
         dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
         for o, x in zip(plan.operands, operands, strict=True)
     ]
     return dataclasses.replace(
         plan.contraction,
-        text=str(spec),
-        resolved=Resolved(spec, tuple(map(spec.shape, spec.inputs)), index_shapes),
-        index_shapes=index_shapes,
+        text=str(resolved.spec),
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
         operands=tuple(described),
     )
 
