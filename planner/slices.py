@@ -168,7 +168,6 @@ def _view(x: Any, part: Part, term: Term) -> Any:
 def _check(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
     """Return a plan's backend, after checking that its slices can be run for such arrays."""
     backend = check_call(plan, operands, indices)
-    backend.check_devices(operands, indices)
     backend.refuse_dataless(operands, indices)
     for number, x in enumerate(operands):
         if backend.operand(x).requires_grad:

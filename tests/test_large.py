@@ -20,7 +20,7 @@ from planner.bench import large
 from planner.cost.device import CPU
 from planner.language.errors import PlannerError
 from planner.language.units import count_text
-from planner.program.tree import Leaf, flatten, keep_values, nodes_of, path_of, unflatten
+from planner.program.tree import Leaf, flatten, keep_nothing, nodes_of, path_of, unflatten
 from planner.search.exact.network import Network
 from planner.search.many.greedy import improved_path, number_axes, random_greedy, steps_of
 from planner.search.many.reconfigure import OrderTree, StepSizes, estimate_of
@@ -173,7 +173,7 @@ def test_a_chain_of_a_thousand_permutations_in_a_deep_tree():
     assert hash(again) == hash(plan)
     assert copy.deepcopy(plan.tree) == plan.tree
     assert len(plan.path) == 999
-    assert keep_values(plan.tree, False) != plan.tree
+    assert keep_nothing(plan.tree) != plan.tree
 
 
 def test_a_deep_tree_has_its_gradients_in_torch(torch):

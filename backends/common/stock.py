@@ -413,13 +413,13 @@ def _matrix_views(
     return swapped, (first, second, ((*form.batch, *left, *right), (*lead, m, n)))
 
 
-def count_views(form: ProductForm, spec: Spec, stacks: bool) -> int:
-    """Return how many views `matmul_product` makes of its operands and its result; args are its own."""
+def count_views(form: ProductForm, spec: Spec) -> int:
+    """Return how many views `matmul_product` makes of its operands and its result, where batches are stacked."""
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
     if not form.contracted:
         orders = [[*(e for e in out if e in term), *(e for e in term if e not in out)] for term in terms]
         return sum((order != [*term]) + (set(term) != set(out)) for order, term in zip(orders, terms, strict=True))
-    swapped, views = _matrix_views(form, spec, stacks)
+    swapped, views = _matrix_views(form, spec, stacks=True)
     terms = [*(terms[::-1] if swapped else terms), out]
     return sum(
         [

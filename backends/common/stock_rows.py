@@ -218,7 +218,7 @@ def _row_launches(spec: Spec) -> float:
 
 def _view_launches(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> float:
     """Return how many operators, as to their time, torch's views and copies of the operands of a product take."""
-    views = count_views(form, spec, stacks=True)
+    views = count_views(form, spec)
     if not form.contracted:
         return VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
     if not form.batch and len(form.left) == len(form.right) == len(form.contracted) == 1:  # two matrices
@@ -284,7 +284,6 @@ def stock_rows(
     cast: Callable[[Any, str], Any],
     guard: Callable[..., tuple[Any, ...]],
     views: bool = True,
-    skip: Sequence[str] = (),
     work: Callable[[Op, Device], list[Work]] = stock_work,
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
     empty: Callable[[tuple[int, ...], str, Any], Any] | None = None,
@@ -296,7 +295,6 @@ def stock_rows(
         cast: converts an array to a dtype.
         guard: runs a `Guard`.
         views: whether permuted arrays and diagonals share storage with their input.
-        skip: kinds for which the backend has other rows.
         work: what a step does.
         layouts: the layouts of a step's results in memory; None if arrays have no strides.
         empty: returns an array of a shape and a dtype on the device of another, for loops to write into; None if the
@@ -348,7 +346,6 @@ def stock_rows(
             least=_least_of_rows if kind == "take, multiply, add" else None,
         )
         for kind in KINDS
-        if kind not in skip
     ]
     # A guard returns its input, but for NaN and dropped indices: so no bytes and no time are predicted for it.
     free, no_guard = StepCost(), "the step is not a guard"

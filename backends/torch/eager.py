@@ -350,7 +350,7 @@ class _Compiler:
                 if root and by_einsum:
                     return einsum_call(form, spec, spec.output, False), follows
             elif root or follows.strides == result.strides:
-                if by_einsum and count_views(form, spec, stacks=True) >= 4:
+                if by_einsum and count_views(form, spec) >= 4:
                     return einsum_call(form, spec, spec.output, False), follows
                 return broadcast_product(spec), follows
             return OPS.product(form, spec), result

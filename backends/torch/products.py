@@ -254,7 +254,7 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     batch, m, n, k = form.sizes
     wide, result = math.prod(spec.output_shape) * itemsize(op.dtype), op.result_bytes()
     read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype, batch)
-    views = count_views(form, spec, stacks=True) if device.kind == "cpu" else 0
+    views = count_views(form, spec) if device.kind == "cpu" else 0
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
                    matrices=device.matrices(batch),
                    seconds=batch_seconds(device, read + wide, batch))  # fmt: skip

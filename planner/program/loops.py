@@ -30,7 +30,7 @@ from planner.program.implementations import Table
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord, without_loops
 from planner.program.program import Programs
-from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values, nodes_of
+from planner.program.tree import Leaf, Node, Tree, change_tree, keep_nothing, nodes_of
 
 __all__ = [
     "Axes",
@@ -251,7 +251,7 @@ def loop_over(
     """
     options = Options(minimize=objective, precision=contraction.options.precision)
     lower = lower or lowerer_for(contraction.backend, device, objective)
-    tree, bodies = keep_values(tree, False), []
+    tree, bodies = keep_nothing(tree), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
         small = resize_tree(tree, part.resolved.spec.by_axis, part.gradient_strides)

@@ -18,7 +18,7 @@ __all__ = [
     "change_tree",
     "find_needs",
     "flatten",
-    "keep_values",
+    "keep_nothing",
     "kept_nodes",
     "merge_takes",
     "nodes_of",
@@ -151,9 +151,9 @@ def change_tree(
     return changed
 
 
-def keep_values(tree: Tree, kept: bool) -> Tree:
-    """Return the tree with all of its values kept, or with none kept."""
-    return change_tree(tree, lambda node, children: dataclasses.replace(node, children=children, kept=kept))
+def keep_nothing(tree: Tree) -> Tree:
+    """Return the tree with none of its values kept for the gradient."""
+    return change_tree(tree, lambda node, children: dataclasses.replace(node, children=children, kept=False))
 
 
 def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:

@@ -13,7 +13,7 @@ from planner.language.options import SEARCHES
 from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import keep_values
+from planner.program.tree import keep_nothing
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.paths import find_joined_sets, left_to_right
@@ -72,7 +72,7 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
             return
         if result is None:
             return
-        tree = keep_values(result.tree, False) if bare else result.tree
+        tree = keep_nothing(result.tree) if bare else result.tree
         if bare:
             origin += ", keeps only the inputs"
         programs = space.programs(tree, lower)

@@ -10,7 +10,7 @@ from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
-from planner.program.tree import Leaf, Node, Tree, keep_values, nodes_of
+from planner.program.tree import Leaf, Node, Tree, keep_nothing, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 __all__ = ["is_fastest_kept", "keep_inputs", "order_children", "prefer_autograd", "quicken_steps"]
@@ -111,7 +111,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
 
 def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
     """Return the candidate's tree with nothing kept but the inputs."""
-    tree, lower = keep_values(candidate.tree, False), candidate.lower
+    tree, lower = keep_nothing(candidate.tree), candidate.lower
     return Candidate(space.programs(tree, lower), tree, lower, False, candidate.origin)
 
 

@@ -31,7 +31,7 @@ from planner.program.loops import (
 from planner.program.ops import Einsum
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Tree, keep_values, nodes_of
+from planner.program.tree import Tree, keep_nothing, nodes_of
 from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
 from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
@@ -88,7 +88,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     too_fast = options.minimize == "time" and rival.cost.seconds < least_seconds(space.contraction)
     if small and (too_fast or not competes):
         return
-    trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
+    trees = dict.fromkeys(keep_nothing(candidate.tree) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees), rival.cost if competes else None)
     if small:
         search.steps_left, search.searches = PRICED_STEPS_RIVALLED, False
@@ -367,7 +367,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     if any(result.interrupted for result in results):
         raise KeyboardInterrupt
     trees = [result.tree for result in results]
-    return [keep_values(resize_tree(tree, whole), False) for tree in trees]
+    return [keep_nothing(resize_tree(tree, whole)) for tree in trees]
 
 
 def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower: Lowerer | None = None) -> Tree:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["block_seconds", "least_seconds", "median_seconds", "timed"]
+__all__ = ["block_seconds", "least_seconds", "timed"]
 
 T = TypeVar("T")
 
@@ -18,18 +16,6 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
     begun = time.perf_counter()
     result = call()
     return result, time.perf_counter() - begun
-
-
-def median_seconds(call: Callable[[], object], times: int, most_seconds: float = math.inf) -> float:
-    """Return the median seconds of some calls, after one that does not count.
-
-    There are `times` calls, or fewer, but at least two, once they have taken `most_seconds`.
-    """
-    call()
-    seconds: list[float] = []
-    while len(seconds) < times and (len(seconds) < 2 or sum(seconds) < most_seconds):
-        seconds.append(timed(call)[1])
-    return statistics.median(seconds)
 
 
 def block_seconds(

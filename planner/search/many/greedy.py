@@ -42,7 +42,6 @@ MOST_AXES = 5_000_000
 MOST_NEIGHBOURS = 64
 
 Steps = list[tuple[int, int]]
-Terms = Sequence[Sequence[int]]
 
 
 class Improved(NamedTuple):
