@@ -25,26 +25,6 @@ GuardRun = Callable[[Guard, Sequence[Any], RangedIndices], tuple[Any, ...]]
 RowFinder = Callable[[ArrayOps, Any, Term, Spec, RangedIndices], Any]
 
 
-def guard_run(ops: ArrayOps, finite: Callable[[Any], bool], read_rows: RowFinder | None = None) -> GuardRun:
-    """Return the function that runs guards in a framework whose values can be looked at.
-
-    Args:
-        ops: the framework's array functions.
-        finite: tells whether an array holds finite numbers only.
-        read_rows: stands in the place of `find_read_rows`.
-    """
-
-    def run(op: Guard, inputs: Sequence[Any], index: RangedIndices) -> tuple[Any, ...]:
-        (x,), (term,) = inputs, op.spec.inputs
-        if index.may_drop:
-            x = zero_dropped(ops, x, term, op.dropped, op.spec, index)
-        if op.rows is not None and not finite(x):
-            x = ops.select((read_rows or find_read_rows)(ops, x, op.rows, op.spec, index), x, 0)
-        return (x,)
-
-    return run
-
-
 def zero_dropped(ops: ArrayOps, x: Any, term: Term, dropped: Sequence[Gather], spec: Spec, index: RangedIndices) -> Any:
     """Zero the entries of an array that are at the place of a dropped index.
 
@@ -81,6 +61,26 @@ def find_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedI
     reads = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.may_drop)
     shape = [size_in(index, spec, e) if e in addressed else 1 for e in term]
     return (reads != 0).reshape(shape)
+
+
+def guard_run(ops: ArrayOps, finite: Callable[[Any], bool], read_rows: RowFinder = find_read_rows) -> GuardRun:
+    """Return the function that runs guards in a framework whose values can be looked at.
+
+    Args:
+        ops: the framework's array functions.
+        finite: tells whether an array holds finite numbers only.
+        read_rows: finds the rows that some index names.
+    """
+
+    def run(op: Guard, inputs: Sequence[Any], index: RangedIndices) -> tuple[Any, ...]:
+        (x,), (term,) = inputs, op.spec.inputs
+        if index.may_drop:
+            x = zero_dropped(ops, x, term, op.dropped, op.spec, index)
+        if op.rows is not None and not finite(x):
+            x = ops.select(read_rows(ops, x, op.rows, op.spec, index), x, 0)
+        return (x,)
+
+    return run
 
 
 def widen_operands(

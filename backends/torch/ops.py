@@ -126,12 +126,6 @@ def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
     return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
 
 
-def _has_matmul(x: Tensor) -> bool:
-    """Return whether torch multiplies matrices of such tensors: none of booleans, and none of integers on a card."""
-    dtype = x.dtype
-    return dtype.is_floating_point or dtype.is_complex or not (dtype == torch.bool or x.is_cuda)
-
-
 def multiply_and_sum(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices, or batches of them, element by element, and sum: some terms of all elements at a time."""
     terms, rows = a.shape[-1], math.prod(a.shape[:-1])
@@ -197,8 +191,13 @@ class TorchOps:
     def sum(self, x: Tensor, dims: Sequence[int]) -> Tensor:
         return x.sum(tuple(dims), dtype=x.dtype)
 
+    def has_matmul(self, x: Tensor) -> bool:
+        """Return whether torch multiplies matrices of such tensors: not of booleans, and on a card not of integers."""
+        dtype = x.dtype
+        return dtype.is_floating_point or dtype.is_complex or not (dtype == torch.bool or x.is_cuda)
+
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        if not _has_matmul(a):
+        if not self.has_matmul(a):
             return multiply_and_sum(a, b) if a.is_cuda else torch.matmul(a.int(), b.int()).bool()
         if a.dim() == 2:
             return torch.mm(a, b)
@@ -213,7 +212,7 @@ class TorchOps:
         direct = matrix_product(form, spec)
         if direct is None:
             return product
-        return lambda a, b: direct(a, b) if _has_matmul(a) else product(a, b)
+        return lambda a, b: direct(a, b) if self.has_matmul(a) else product(a, b)
 
     def product_of_views(self, form: ProductForm, spec: Spec, recorded: bool) -> Product:
         """Return the function that computes a product, of any dtype but bool, if no matrix needs to be copied.
@@ -384,7 +383,7 @@ def _is_clean(x: Tensor) -> bool:
 def _read_rows(ops: stock.ArrayOps, x: Tensor, term: Term, spec: Spec, index: RangedIndices) -> Tensor:
     """Return a mask of the rows that some index names. On a card it is written: to count them takes atomic operations.
 
-    The arguments are those of `planner.backends.common.masks.find_read_rows`.
+    The arguments are those of `find_read_rows`.
     """
     if not x.is_cuda or transformed() or watched():
         return find_read_rows(ops, x, term, spec, index)

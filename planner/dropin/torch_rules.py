@@ -139,7 +139,8 @@ def _planned(
         return result, finish
     if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
-        if unchanged and few and set(spec) <= _EINSUM_TEXT and _has_matmul(operands):
+        by_matmul = operands[0].dtype == operands[1].dtype and load_backend("torch").ops.has_matmul(operands[0])
+        if unchanged and few and set(spec) <= _EINSUM_TEXT and by_matmul:
             finish = _by_einsum(spec)
             return finish(lambda *_: result)(operands, {}), finish
         if not (has_private_sum(asked) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
@@ -152,13 +153,6 @@ def _planned(
 def _is_whole(x: Any) -> bool:
     """Whether something is a tensor of integers or booleans."""
     return framework_of(x) == "torch" and not (x.is_floating_point() or x.is_complex())
-
-
-def _has_matmul(operands: Sequence[Any]) -> bool:
-    """Whether torch multiplies matrices of two tensors: none of booleans or two dtypes, nor of integers on a card."""
-    x, dtype = operands[0], operands[0].dtype
-    whole = x.is_cuda or dtype == sys.modules["torch"].bool
-    return dtype == operands[1].dtype and not (whole and _is_whole(x))
 
 
 def _autocast(operands: Sequence[Any]) -> Any:

@@ -236,9 +236,10 @@ def hint(size: Any) -> int:
         return int(size)
     from torch.fx.experimental import symbolic_shapes  # loaded by whatever made the symbol
 
-    # torch 2.11 has the latter alone.
-    names = [name for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name)]
-    return int(getattr(symbolic_shapes, names[0])(size, 1024))
+    torch_shapes: Any = symbolic_shapes
+    if hasattr(torch_shapes, "optimization_hint"):
+        return int(torch_shapes.optimization_hint(size, 1024))
+    return int(torch_shapes.size_hint(size, 1024))  # in torch 2.11
 
 
 def differ(first: Any, second: Any) -> bool:
