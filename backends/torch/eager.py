@@ -320,14 +320,13 @@ class _Compiler:
             # Takes along one dimension refuse each index out of range; sums by segments write elsewhere in the memory.
             self.reads.checked &= all(len(indexed_dims(term)) < 2 for term in spec.inputs)
             self.reads.checked &= not indexed_dims(spec.output)
-            shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
-            arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
+            arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             order = summed_axes(spec)
-            shape, copied = spec.shape(order), any(x.copied for x in standins)
-            summed = Strided(shape, row_major(shape), any(x.requires_grad for x in standins), copied)
+            trains, copied = any(x.requires_grad for x in standins), any(x.copied for x in standins)
+            summed = Strided.new(spec.shape(order), trains, copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
@@ -363,8 +362,7 @@ class _Compiler:
         Return None if autograd would keep more than the index arrays.
         """
         spec, recorded = op.spec, self.chosen is not None
-        shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
-        arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
+        arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
         result = evaluation(self.stride_ops, spec)([x], arrays, False)
         calls = indexed_calls(op)
         lies_alike = calls is not None and calls.result(x).strides == result.strides
@@ -376,7 +374,7 @@ class _Compiler:
             return None if recorded else ((lambda x, index: run((x,), index, False)), result)
         if recorded:
             if several and not calls.keeps:  # by `index_put`
-                rows = max(math.prod(shape) for shape in shapes.values())
+                rows = max(math.prod(q.shape) for q in arrays.values())
                 most = MOST_PUT * max(1, rows) // max(1, joint_elements(spec))
                 self.reads.most = most if self.reads.most is None else min(self.reads.most, most)
             return None if calls.keeps and not of_operand else (calls.run, result)

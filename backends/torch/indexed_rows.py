@@ -19,7 +19,6 @@ from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.contexts.modes import transformed, watched
 from planner.backends.torch.ops import OPS, is_recorded, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
-from planner.cost.layout import row_major
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.calls import shape_in, size_in
@@ -57,7 +56,7 @@ class IndexedCalls(NamedTuple):
         """Whether the result of an op lies in memory as that of the stock evaluation does."""
         spec, (term,) = self.spec, self.spec.inputs
         follows = len(term_gathers(term)) > 1 and op.layouts and op.layouts[0]  # `x[q, r]` follows the strides of `x`
-        x, arrays = _row_major(spec.shape(term)), {g: _row_major(spec.shape(g.axes)) for g in spec.gathers}
+        x, arrays = Strided.new(spec.shape(term)), {g: Strided.new(spec.shape(g.axes)) for g in spec.gathers}
         return not follows and self.result(x).strides == evaluation(STRIDE_OPS, spec)([x], arrays, False).strides
 
     def flat_if_many(self, checks: bool = False) -> Callable[[Tensor, Mapping[Any, Tensor]], Tensor]:
@@ -182,8 +181,8 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     def taken(x: Strided) -> Strided:
         x = STRIDE_OPS.permute(x, order)
         if not others:
-            return STRIDE_OPS.take(x, [Strided(shape, row_major(shape))])
-        arrays = [_row_major(spec.shape(gather.axes)) for gather in gathers]
+            return STRIDE_OPS.take(x, [Strided.new(shape)])
+        arrays = [Strided.new(spec.shape(gather.axes)) for gather in gathers]
         return STRIDE_OPS.take_by(x, [view(array) for view, array in zip(standin_views, arrays, strict=True)])
 
     def added(x: Strided) -> Strided:
@@ -192,12 +191,8 @@ def _slices_of(term: Term, spec: Spec) -> _Rows:
     return _Rows((*rows, *plain_axes(term)), take, add, taken, added)
 
 
-def _row_major(shape: tuple[int, ...]) -> Strided:
-    return Strided(shape, row_major(shape))
-
-
 def _written(x: Strided, shape: tuple[int, ...]) -> Strided:
-    return Strided(shape, row_major(shape), x.requires_grad, x.copied)
+    return Strided.new(shape, x.requires_grad, x.copied)
 
 
 def _elements_of(term: Term, spec: Spec) -> _Rows:

@@ -41,6 +41,11 @@ class Strided(NamedTuple):
     requires_grad: bool = False
     copied: bool = False
 
+    @classmethod
+    def new(cls, shape: Sequence[int], requires_grad: bool = False, copied: bool = False) -> Strided:
+        """Return the stand-in of a new tensor, which is row-major."""
+        return cls(tuple(shape), row_major(shape), requires_grad, copied)
+
     @property
     def is_contiguous(self) -> bool:
         """Whether it is row-major, as torch sees it."""
@@ -139,10 +144,10 @@ class StrideOps:
         return _pointwise(mask, x, Strided((), ()))
 
     def zeros(self, shape: Sequence[int], like: Strided) -> Strided:
-        return Strided(tuple(shape), row_major(shape))
+        return Strided.new(shape)
 
     def empty_sum(self, shape: Sequence[int], of: Strided) -> Strided:
-        return Strided(tuple(shape), row_major(shape), of.requires_grad)
+        return Strided.new(shape, of.requires_grad)
 
 
 # Two instances for all calls, so that the cache of compiled specs finds them again.
