@@ -33,6 +33,7 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
+from planner.program.frameworks import labelled
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
@@ -278,9 +279,8 @@ class JaxBackend(Backend):
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse traced arrays, and those on several devices."""
-        arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
-        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
-        for label, x in arrays:
+        for label, given in labelled(operands, indices):
+            x = getattr(given, "values", given)
             if isinstance(x, jax.core.Tracer):
                 raise PlannerError(f"{label} is traced: it has no values inside jit or grad; call this outside")
             if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:

@@ -49,6 +49,7 @@ from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, SizeReader
+from planner.program.frameworks import labelled
 from planner.program.implementations import Backend, RunPlan, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
@@ -153,8 +154,7 @@ class TorchBackend(Backend):
         arrays = (*operands, *indices.values())
         if len({x.device for x in arrays if hasattr(x, "device")}) < 2:
             return
-        devices = [(f"operand {i}", x.device) for i, x in enumerate(operands) if isinstance(x, Tensor)]
-        devices += [(f"index array {n!r}", q.device) for n, q in indices.items() if hasattr(q, "device")]
+        devices = [(label, x.device) for label, x in labelled(operands, indices) if hasattr(x, "device")]
         for label, device in devices[1:]:
             if device != devices[0][1]:
                 raise PlannerError(f"{label} is on {device}, but {devices[0][0]} on {devices[0][1]}: move one of them")
@@ -307,9 +307,8 @@ class TorchBackend(Backend):
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or compiles():
             raise PlannerError("arrays have no values inside a transform or a compiled function; call this outside")
-        arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
-        arrays += [(f"index array {n!r}", q.values if isinstance(q, TorchIndex) else q) for n, q in indices.items()]
-        for label, x in arrays:
+        for label, given in labelled(operands, indices):
+            x = given.values if isinstance(given, TorchIndex) else given
             if is_distributed(x):
                 raise PlannerError(f"{label} is on several devices: pass a tensor on one device")
             if isinstance(x, Tensor) and dataless(x):
@@ -370,8 +369,7 @@ def _card(device: torch.device) -> Device:
 
 def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
     """Raise an error that names the array that is not dense, if there is one."""
-    labels = [*(f"operand {i}" for i in range(len(operands))), *(f"index array {name!r}" for name in indices)]
-    for label, x in zip(labels, (*operands, *indices.values()), strict=True):
+    for label, x in labelled(operands, indices):
         if isinstance(x, Tensor) and (reason := not_dense(x)) is not None:
             raise PlannerError(f"{label} {reason}") from None
 

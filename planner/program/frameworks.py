@@ -12,7 +12,8 @@ from typing import Any
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.program.implementations import Backend
 
-__all__ = ["BACKENDS", "HOW_GIVEN", "beside_jax", "framework_of", "is_stand_in", "load_backend", "operands_framework"]
+__all__ = ["BACKENDS", "HOW_GIVEN", "beside_jax", "framework_of", "is_stand_in", "labelled", "load_backend",
+           "operands_framework"]  # fmt: skip
 
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.
@@ -97,6 +98,12 @@ def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tup
     return converted, {name: index(q) for name, q in indices.items()}
 
 
+def labelled(operands: Sequence[Any], indices: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the arrays of a call, each with its name in error messages."""
+    named = [(f"operand {number}", operand) for number, operand in enumerate(operands)]
+    return named + [(f"index array {name!r}", index) for name, index in indices.items()]
+
+
 def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> str:
     """Return the one framework of all operands and index arrays.
 
@@ -105,10 +112,8 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     """
     if not operands:
         raise PlannerError("no operands were given")
-    labelled = [(f"operand {number}", operand) for number, operand in enumerate(operands)]
-    labelled += [(f"index array {name!r}", index) for name, index in indices.items()]
     first: str | None = None
-    for label, array in labelled:
+    for label, array in labelled(operands, indices):
         framework = framework_of(array)
         if framework is None:
             hint = f"; {HOW_GIVEN}" if isinstance(array, (list, tuple)) else ""

@@ -28,6 +28,7 @@ from planner.language.spec import Gather, Spec, Term, axis_of, unused_letters
 from planner.language.split import Placement, choose_splits, dims_of_term, place_term, with_sizes
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
+from planner.program.frameworks import labelled
 
 __all__ = ["divided", "is_distributed"]
 
@@ -180,10 +181,9 @@ def _refuse_mixed(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
     """Refuse plain tensors beside DTensors, DTensors on several meshes, and transforms of `torch.func`."""
     if in_functorch():
         raise PlannerError("torch.func has no rule for a contraction of DTensors: call torch.autograd.grad instead")
-    labelled = [(f"operand {number}", x) for number, x in enumerate(operands)]
-    labelled += [(f"index array {name!r}", q) for name, q in indices.items()]
-    first, of_first = next((label, x) for label, x in labelled if is_distributed(x))
-    for label, x in labelled:
+    arrays = labelled(operands, indices)
+    first, of_first = next((label, x) for label, x in arrays if is_distributed(x))
+    for label, x in arrays:
         if isinstance(x, TorchIndex):
             raise PlannerError(f"{label} was prepared by planner.group, but {first} is a DTensor: pass a DTensor of it")
         if not is_distributed(x):
