@@ -276,15 +276,16 @@ def _cast_back(gradient: Any, argument: Any) -> Any:
     return cast(gradient, argument.aval.dtype)
 
 
-def _axis_front(x: Any, dim: Any) -> Any:
-    return x if dim is None else jnp.moveaxis(x, dim, 0)
+def _batch_in_front(arguments: Any, dims: Any) -> tuple[int, list[Any], list[bool]]:
+    """Return the size of the batch, the arguments with its axis in front, and which of them have it."""
+    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arguments, dims, strict=True)]
+    return size, moved, [d is not None for d in dims]
 
 
 def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     count = input_count(op)
-    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
-    moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
-    mapped = [d is not None for d in dims]
+    size, moved, mapped = _batch_in_front(arguments, dims)
     if isinstance(op, JointGradient):
         gradients = []
         for child, places in enumerate(SINGLE_GRADIENT_INPUTS):
@@ -434,9 +435,7 @@ def _tangent_transpose(
 
 
 def _tangent_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
-    moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
-    mapped = [d is not None for d in dims]
+    size, moved, mapped = _batch_in_front(arguments, dims)
     parts = []
     for places in TANGENT_STEPS:
         inputs = [*(moved[p] for p in places), *moved[4:]]

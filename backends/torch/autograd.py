@@ -179,9 +179,7 @@ class _Contract(torch.autograd.Function):
                 gradient, *saved = unwrapped(gradient, *saved)
                 operands, indices, kept = _split(executable, ctx.prepared, saved)
                 of_operands = run_backward(executable, gradient, operands, indices, kept)
-        if ctx.shapes is not None:
-            of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
-        return (None, None, *of_operands, *blank)
+        return _of_arguments(ctx, of_operands)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
@@ -214,9 +212,14 @@ class _ContractUsual(torch.autograd.Function):
         operands, indices, kept = _split(executable, ctx.prepared, saved)
         kept = kept if executable is own else ()
         of_operands = executable.backward(gradient, operands, executable.prepare(indices), kept)
-        if ctx.shapes is not None:
-            of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
-        return (None, None, *of_operands, *(None,) * (len(own.arrays) - len(ctx.prepared)))
+        return _of_arguments(ctx, of_operands)
+
+
+def _of_arguments(ctx: Any, of_operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return what `backward` returns: the gradients of operands in their shapes, and None for the other arguments."""
+    if ctx.shapes is not None:
+        of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
+    return (None, None, *of_operands, *(None,) * (len(ctx.executable.arrays) - len(ctx.prepared)))
 
 
 def _dual_gradients(ctx: Any, gradient: Tensor, saved: Sequence[Any]) -> list[Tensor | None]:

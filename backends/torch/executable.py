@@ -324,10 +324,14 @@ class Executable:
             raise self._refusal(other, gradient.stride())
         if isinstance(other, PlannerLimitError) or not self._has_read(other):
             return own
-        other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
-        assert other_cost is not None
+        return own if limit is None and self._back_seconds <= other._back_seconds else (other, repeated[::-1])
+
+    @property
+    def _back_seconds(self) -> float:
+        """What the backward program is predicted to take."""
+        cost = self.programs.cost.backward
         assert cost is not None
-        return own if limit is None and cost.seconds <= other_cost.seconds else (other, repeated[::-1])
+        return cost.seconds
 
     def _has_read(self, other: Executable) -> bool:
         """Return whether the forward pass of this executable saves all operands that another may read."""
@@ -376,10 +380,7 @@ class Executable:
         other = None if strides is None else self._executable_for(repeated, strides)
         if not isinstance(other, Executable) or not self.table.runs_any_sizes(other.programs.steps):
             return None
-        other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
-        assert other_cost is not None
-        assert cost is not None
-        return other if other_cost.seconds < cost.seconds else None
+        return other if other._back_seconds < self._back_seconds else None
 
     def _refusal(self, error: PlannerLimitError, strides: tuple[int, ...]) -> PlannerLimitError:
         """Return the error that names a memory limit under which the call succeeds."""
