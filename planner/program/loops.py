@@ -44,6 +44,7 @@ __all__ = [
     "loop_node",
     "loop_over",
     "parts",
+    "plan_of_tree",
     "resize_nodes",
     "resize_ops",
     "resize_plan",
@@ -174,10 +175,24 @@ def resize_plan(plan: PlanRecord, contraction: Contraction, sizes: Mapping[str |
     if any(isinstance(node.op, Loop) and node.op.spec.gathers for node in nodes_of(tree)):
         tree = without_loops(tree)
     fixed = {op: choice for op, choice in resize_steps(plan, sizes, table) if choice is not None}
+    return plan_of_tree(plan, contraction, resize_nodes(tree, sizes), fixed, f"{plan.origin}, at other sizes")
+
+
+def plan_of_tree(
+    plan: PlanRecord, contraction: Contraction, tree: Tree, fixed: Mapping[Op, PricedImplementation], origin: str
+) -> PlanRecord:
+    """Return the plan that a contraction has with a tree, whose steps are chosen as those of another plan.
+
+    Args:
+        plan: the other plan.
+        contraction: the contraction.
+        tree: the tree.
+        fixed: the steps whose implementations are known.
+        origin: where the tree is from.
+    """
+    table = load_backend(plan.backend).table
     lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
-    tree = resize_nodes(tree, sizes)
     programs = build(tree, contraction, given_variables(contraction), lower)
-    origin = f"{plan.origin}, at other sizes"
     return PlanRecord.of_contraction(contraction, tree=tree, programs=programs, proven=False, origin=origin)
 
 

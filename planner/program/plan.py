@@ -18,7 +18,7 @@ from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
-from planner.program.tree import Node, Tree, change_tree, nodes_of, path_of
+from planner.program.tree import Node, Tree, change_ops, change_tree, nodes_of, path_of
 
 __all__ = ["NAIVE", "AnyPlan", "Loop", "LoopGradient", "PlanRecord", "at_symbols", "find_loop", "without_loops"]
 
@@ -254,10 +254,7 @@ def at_symbols(plan: PlanRecord, resolved: Resolved) -> PlanRecord:
     def resize(op: Op) -> Op:
         return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
-    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
-        return dataclasses.replace(node, op=resize(node.op), children=children)
-
-    tree = change_tree(without_loops(plan.tree), change)
+    tree = change_ops(without_loops(plan.tree), resize)
     return dataclasses.replace(plan, resolved=resolved, tree=tree)
 
 

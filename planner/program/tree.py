@@ -15,6 +15,7 @@ __all__ = [
     "Leaf",
     "Node",
     "Tree",
+    "change_ops",
     "change_tree",
     "find_needs",
     "flatten",
@@ -149,6 +150,11 @@ def change_tree(
             stack += [(child, False) for child in reversed(top.children)]
     (changed,) = done
     return changed
+
+
+def change_ops(tree: Tree, change: Callable[[Op], Op]) -> Tree:
+    """Return a tree of the same shape with other ops."""
+    return change_tree(tree, lambda node, children: dataclasses.replace(node, op=change(node.op), children=children))
 
 
 def keep_nothing(tree: Tree) -> Tree:

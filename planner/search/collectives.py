@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.cost.figures import Cost, PlanCost
-from planner.cost.objective import step_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
 from planner.language.spec import Term, gather_of, indexed_dims, pool_letters
@@ -35,13 +34,13 @@ from planner.language.split import (
     with_sizes,
 )
 from planner.language.units import bytes_text
-from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
+from planner.program.loops import plan_of_tree
 from planner.program.ops import Cast, Guard, Op
 from planner.program.plan import AnyPlan, Loop, PlanRecord
 from planner.program.program import Step
-from planner.program.tree import Node, Tree, change_tree
+from planner.program.tree import change_ops
 
 __all__ = ["Collective", "add_exchanges", "collectives", "exchange_pricer", "foretell", "whole_plan"]
 
@@ -277,9 +276,6 @@ def whole_plan(plan: PlanRecord) -> PlanRecord:
     def resize(op: Op) -> Op:
         return dataclasses.replace(op, spec=with_sizes(op.spec, sizes, gathers), layouts=())
 
-    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
-        return dataclasses.replace(node, op=resize(node.op), children=children)
-
     table, fixed = load_backend(plan.backend).table, {}
     for step in plan.steps:
         if isinstance(step.op, Guard):
@@ -289,10 +285,7 @@ def whole_plan(plan: PlanRecord) -> PlanRecord:
         choice = step.choice if isinstance(op, Loop) else table.price(row, op, plan.device)
         if choice is not None:
             fixed[op] = choice
-    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
-    tree = change_tree(plan.tree, change)
-    programs = build(tree, mesh.whole, given_variables(mesh.whole), lower)
-    return PlanRecord.of_contraction(mesh.whole, tree=tree, programs=programs, proven=False, origin=plan.origin)
+    return plan_of_tree(plan, mesh.whole, change_ops(plan.tree, resize), fixed, plan.origin)
 
 
 def _check_splits(plan: PlanRecord, splits: object) -> dict[str, int]:

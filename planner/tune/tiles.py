@@ -10,7 +10,7 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program
-from planner.program.tree import Node, Tree, change_tree
+from planner.program.tree import change_ops
 
 __all__ = ["tune_tiles"]
 
@@ -62,9 +62,6 @@ def _with_choice(plan: PlanRecord, op: Op, chosen: PricedImplementation, choice:
             return other
         return dataclasses.replace(other, bodies=tuple(_with_choice(body, op, chosen, choice) for body in other.bodies))
 
-    def in_node(node: Node, children: tuple[Tree, ...]) -> Tree:
-        return dataclasses.replace(node, op=in_op(node.op), children=children)
-
     def in_program(program: Program) -> Program:
         steps = [
             dataclasses.replace(step, choice=choice)
@@ -78,4 +75,4 @@ def _with_choice(plan: PlanRecord, op: Op, chosen: PricedImplementation, choice:
     programs = dataclasses.replace(
         plan.programs, forward=in_program(forward), backward=backward and in_program(backward)
     )
-    return dataclasses.replace(plan, tree=change_tree(plan.tree, in_node), programs=programs)
+    return dataclasses.replace(plan, tree=change_ops(plan.tree, in_op), programs=programs)
