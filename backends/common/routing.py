@@ -77,6 +77,7 @@ class Routing:
             self.mine.routes = routes
 
 
+# `_replaced` repeats it: its code runs among the globals of another function, which has no such name.
 _NAME = "name of a framework"
 
 

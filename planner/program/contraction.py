@@ -27,7 +27,7 @@ class Contraction:
         index_shapes: the shapes of the index arrays as the caller passed them, by letter.
         operands: shape, dtype, strides and gradient flag of each operand.
         dtype: the dtype of the computation and the result.
-        index_mode: what an index out of range does: "raise", "drop" or "clip".
+        index_mode: what an index out of range does: a name of `planner.language.options.MODES`.
         backend: "torch", "jax" or "numpy".
         device: the rates that predict times.
         options: what the caller asked for: objective, limits, search.
