@@ -1,8 +1,7 @@
 """Compiles the kernels that calls of grouped and batched products launch, for some cards, and prints what they need.
 
 ``python compile_products.py cuda:80 hip:gfx942`` prints a line of JSON for each kernel; ``few`` before the cards leaves
-out most dtypes and sizes. No card is needed: a stand-in driver names the card, and what would be launched is compiled
-instead. Triton must not be in interpreter mode.
+out most dtypes and sizes. No card is needed, see `for_cards.py`.
 """
 
 import itertools
@@ -14,6 +13,7 @@ from unittest import mock
 
 import torch
 import triton
+from for_cards import Driver
 from triton.backends.compiler import GPUTarget
 
 from planner.bench.ahead_of_time import _resources
@@ -29,22 +29,6 @@ SEED, EXPERTS, SHARED = (131072, 1, 2048, 64, 64), (16384, 1, 16, 2048, 1408), (
 PRODUCT, PAIR = triton_grouped.product_kernel, triton_pair.pair_kernel
 FEW = (SEED, "float32"), (EXPERTS, "bfloat16")
 MORE = [((64, 128, 8, 80, 48), "float32"), ((400, 1, 80, 24, 40), "float32"), ((400, 1, 80, 24, 40), "float16")]
-
-
-class Driver:
-    """Stands in for the driver of a card; Triton keeps what it compiled by the card's number."""
-
-    def __init__(self, target, number):
-        self.target, self.number = target, number
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return self.number
-
-    def get_current_stream(self, device):
-        return 0
 
 
 class Compiled:

@@ -1,14 +1,9 @@
 """Compiles the kernels that takes launch, for some cards, as `compile_row_sums.py` does, and prints what they need."""
 
 import itertools
-import json
-import sys
-from unittest import mock
 
 import torch
-import triton
-from compile_row_sums import Compiled, Driver
-from triton.backends.compiler import GPUTarget
+from for_cards import print_needs
 
 from planner.kernels.grouping.triton_grouping import Check
 from planner.kernels.take import Read, triton_take
@@ -18,7 +13,13 @@ BATCH = Read(((0,), (), (2,)), (((1,), ((0,), (1,), ())),))  # b s[be] c -> bec
 INNER = Read(((0,), ()), (((1,), ((), (0,))),))  # cs[e] -> ce
 SINGLE = Read(((),), (((0,), ((0,),)),))  # s[e] -> e
 SEVERAL = Read(((), (3,)), tuple(((d,), ((0,), ())) for d in range(3)))  # s[e]t[e]u[e]c -> ec
-DTYPES = torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128
+DTYPES = [
+    (torch.bool, torch.int64),
+    (torch.bfloat16, torch.int32),
+    (torch.float32, torch.int64),
+    (torch.float64, torch.uint8),
+    (torch.complex128, torch.int64),
+]
 
 
 def launch_all(dtype, index_dtype, few):
@@ -41,24 +42,5 @@ def launch_all(dtype, index_dtype, few):
         take(torch.zeros(5, 6, 7, width, dtype=dtype), SEVERAL, (4096, width), *[(4096,)] * 3, drops=True)
 
 
-def main(targets, few):
-    for name in targets:
-        kind, arch = name.split(":")
-        target = GPUTarget(kind, int(arch) if kind == "cuda" else arch, 32 if kind == "cuda" else 64)
-        triton.runtime.driver.set_active(Driver(target))
-        found = []
-        triton_take.take_kernel.device_caches.clear()
-        with mock.patch.object(triton_take, "take_kernel", Compiled(triton_take.take_kernel, found)):
-            kinds = torch.int64, torch.int32, torch.int64, torch.uint8, torch.int64
-            pairs = list(zip(DTYPES, kinds, strict=True))
-            for dtype, index_dtype in pairs[1:3] if few else pairs:
-                before = len(found)
-                launch_all(dtype, index_dtype, few)
-                for one in found[before:]:
-                    one["dtype"] = str(dtype)
-        unique = {json.dumps({"target": name, **one}, sort_keys=True, default=str) for one in found}
-        print("\n".join(sorted(unique)))
-
-
 if __name__ == "__main__":
-    main([name for name in sys.argv[1:] if name != "few"], "few" in sys.argv)
+    print_needs([(triton_take, "take_kernel")], DTYPES, DTYPES[1:3], launch_all)
