@@ -127,9 +127,7 @@ def bind_plan(plan: PlanRecord, run: RunPlan | None = None, sizes: Mapping[str |
     reads = any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
     if not (reads and MODES[plan.index_mode].unmarked):
         return run
-    entries: list[str | Gather] = [*spec.by_axis, *spec.gathers]
-    own = {entry: spec.size(entry) for entry in entries}
-    return partial(_run_and_mark, run, plan, own if sizes is None else sizes)
+    return partial(_run_and_mark, run, plan, spec.by_entry if sizes is None else sizes)
 
 
 def _run_and_mark(

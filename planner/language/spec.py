@@ -220,6 +220,11 @@ class Spec:
         """The size of each axis."""
         return dict(self.sizes)
 
+    @property
+    def by_entry(self) -> dict[str | Gather, int]:
+        """The size of each axis, and of the dimension of each gather."""
+        return dict[str | Gather, int](self.sizes) | {gather: self.size(gather) for gather in self.gathers}
+
     @cached_property
     def wide(self) -> frozenset[str | Gather]:
         """The axes and gathers whose size is not 1."""

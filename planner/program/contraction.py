@@ -11,7 +11,7 @@ from planner.language.derive import resize_spec
 from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand, gather_of, is_symbol, stand_in
+from planner.language.spec import Operand, gather_of, is_symbol, stand_in
 from planner.language.split import Entry, Placement
 
 __all__ = ["Contraction", "OnMesh", "at_numbers"]
@@ -99,8 +99,7 @@ def at_numbers(contraction: Contraction) -> Contraction:
         PlannerError: it has symbolic sizes and a limit in bytes.
     """
     spec = contraction.resolved.spec
-    entries: list[str | Gather] = [*spec.by_axis, *spec.gathers]
-    symbols = {entry: spec.size(entry) for entry in entries if is_symbol(spec.size(entry))}
+    symbols = {entry: size for entry, size in spec.by_entry.items() if is_symbol(size)}
     if not symbols:
         return contraction
     if contraction.options.limited:
@@ -122,7 +121,7 @@ def at_numbers(contraction: Contraction) -> Contraction:
         return tuple([numbers.get(n, n) for n in sizes])
 
     resolved = contraction.resolved
-    sizes = {entry: numbers.get(spec.size(entry), spec.size(entry)) for entry in entries}
+    sizes = {entry: numbers.get(size, size) for entry, size in spec.by_entry.items()}
     return dataclasses.replace(
         contraction,
         resolved=Resolved(

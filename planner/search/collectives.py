@@ -293,9 +293,8 @@ def _check_splits(plan: PlanRecord, splits: object) -> dict[str, int]:
     if not isinstance(splits, Mapping):
         raise PlannerError(f"splits={splits!r:.80} is not a mapping of letters to numbers of parts, such as {{'n': 8}}")
     spec, checked = plan.resolved.spec, {}
-    entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
     for letter, asked in splits.items():
-        named = [e for e in entries if letter == letter_of(e)]
+        named = [e for e in spec.by_entry if letter == letter_of(e)]
         if not named:
             raise PlannerError(f"'{spec}' has no axis or index array {letter!r:.80} to split")
         try:

@@ -271,10 +271,9 @@ def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int
         size_of: from an axis or gather, and its size, to the size in its place.
     """
     old = contraction.resolved.spec
-    if 0 in dict(old.sizes).values() or any(gather.size == 0 for gather in old.gathers):
+    if 0 in old.by_entry.values():
         return None
-    entries: tuple[str | Gather, ...] = (*dict(old.sizes), *old.gathers)
-    spec = resize_spec(old, {entry: size_of(entry, old.size(entry)) for entry in entries})
+    spec = resize_spec(old, {entry: size_of(entry, size) for entry, size in old.by_entry.items()})
     if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
         return None
     resolved, operands = Resolved.of(spec), []

@@ -51,7 +51,7 @@ from planner.language.derive import transpose
 from planner.language.errors import ShapeError
 from planner.language.options import MODES
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Term
+from planner.language.spec import Term
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
@@ -357,8 +357,7 @@ class _Bound:
 
     def _executable(self, member: Member, operands: Sequence[Tensor]) -> Executable:
         executable, plan, sizes = self.executable, self.executable.plan, member.sizes
-        entries: list[str | Gather] = [*self.spec.by_axis, *self.spec.gathers]
-        planned = {e: self.spec.size(e) for e in entries}
+        planned = self.spec.by_entry
         if all(sizes[e] == size for e, size in planned.items()):
             return executable
         resized = executable.resized(member)
