@@ -1,7 +1,8 @@
 """The public names for rows of your own. They are defined in `planner.program` and `planner.cost`."""
 
 from planner.cost.figures import StepCost, Work
-from planner.program.implementations import Backend, Implementation, Lowering, Stepwise, Table
+from planner.program.calls import Stepwise
+from planner.program.implementations import Backend, Implementation, Lowering, Table
 from planner.program.ops import Cast, Einsum, JointGradient, Op
 
 __all__ = [

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from planner.inspect import memory as measure
-from planner.testing.engines import Engine, JaxEngine, TorchEngine, of_some
+from planner.inspect.meter import of_some
+from planner.testing.engines import Engine, JaxEngine, TorchEngine
 from planner.workloads import Workload
 
 

@@ -17,8 +17,7 @@ from laws import exact_problems, problem_of
 import planner
 from planner.cli import main
 from planner.inspect import memory as measure
-from planner.inspect.analysis import Analysis, AnalyzedStep
-from planner.inspect.analyze import Figures
+from planner.inspect.analysis import Analysis, AnalyzedStep, Figures
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
 from planner.workloads import WORKLOADS

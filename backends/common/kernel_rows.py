@@ -21,9 +21,9 @@ from planner.kernels.grouping.keys import IndexArray
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
-from planner.program.calls import RangedIndices, shape_in, size_in
+from planner.program.calls import PreparedRun, RangedIndices, Run, shape_in, size_in
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation, PreparedRun, Run, form_row
+from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = [
@@ -91,7 +91,7 @@ class Kernels:
         label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
-        any_sizes: see `planner.program.implementations.PreparedRun`.
+        any_sizes: see `planner.program.calls.PreparedRun`.
         refuses: returns why they cannot run a step, for a reason other than its form.
         launches: how many operators a grouped product launches at least; `PoolKernels` says it of pooled dots.
         chosen: from (a, c, index, source) to the products of rows that are large enough to need no sorted order; None

@@ -7,8 +7,9 @@ from typing import Any
 
 from planner.language.dtypes import accumulator
 from planner.language.spec import Term
+from planner.program.calls import RangedIndices, Run
 from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices, Run, Table
+from planner.program.implementations import Table
 from planner.program.loops import Part, covers, parts, slice_counts
 from planner.program.plan import Loop
 from planner.program.program import Program, Step

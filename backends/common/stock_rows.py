@@ -16,9 +16,10 @@ from planner.cost.layout import Layout
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
+from planner.program.calls import PreparedRun, Run
 from planner.program.forms import ProductForm, known_product, product_form
 from planner.program.guards import dropping_bytes
-from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
+from planner.program.implementations import LOOP, MASK, Implementation
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 

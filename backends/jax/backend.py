@@ -33,8 +33,9 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
+from planner.program.calls import Stepwise
 from planner.program.frameworks import labelled
-from planner.program.implementations import Backend, Stepwise
+from planner.program.implementations import Backend
 from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
 from planner.program.program import Step

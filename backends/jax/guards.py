@@ -25,8 +25,8 @@ from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import batched
 from planner.language.dtypes import is_inexact
 from planner.language.spec import Gather, Spec, Term, indexed_dims, largest, row_axes, stand_in, term_gathers
+from planner.program.calls import RangedIndices
 from planner.program.forms import PooledForm, pooled_form
-from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
 
 __all__ = [

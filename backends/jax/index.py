@@ -20,7 +20,7 @@ from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
 from planner.language.options import MODES, IndexMode
 from planner.language.spec import Gather, is_symbol, largest
-from planner.program.implementations import RangedIndices
+from planner.program.calls import RangedIndices
 from planner.program.plan import PlanRecord
 
 __all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "is_outside",

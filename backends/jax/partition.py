@@ -43,8 +43,8 @@ from planner.language.split import (
     place_term,
     splittable,
 )
+from planner.program.calls import RangedIndices
 from planner.program.guards import dropped_brackets
-from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, Op
 
 __all__ = ["devices_of", "devices_wanted", "run_on_devices", "guard_on_devices", "placement"]

@@ -22,8 +22,9 @@ from planner.backends.jax.ops import OPS
 from planner.cost.device import GPU, Device
 from planner.cost.figures import Work
 from planner.kernels.grouped_matmul import jax_grouped, jax_tilings
-from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
+from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape
 from planner.kernels.grouping import jax_grouping
+from planner.kernels.grouping.jax_grouping import most_tiles
 from planner.language.dtypes import accumulator, itemsize
 from planner.language.spec import Gather, Spec, Term, plain_axes, term_gathers
 from planner.program.calls import RangedIndices

@@ -24,9 +24,9 @@ from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
-from planner.program.calls import Member, RangedIndices
+from planner.program.calls import Member, RangedIndices, Stepwise
 from planner.program.forms import ProductForm
-from planner.program.implementations import Backend, Stepwise, Table
+from planner.program.implementations import Backend, Table
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step

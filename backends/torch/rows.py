@@ -46,8 +46,9 @@ from planner.kernels.grouping import torch_grouping
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact, itemsize
 from planner.language.spec import term_axes
+from planner.program.calls import PreparedRun, Run
 from planner.program.forms import GroupedForm, PooledForm, pooled_form
-from planner.program.implementations import Implementation, PreparedRun, Run, Table
+from planner.program.implementations import Implementation, Table
 from planner.program.ops import JointGradient, Op, joint_elements
 
 __all__ = ["make_table"]

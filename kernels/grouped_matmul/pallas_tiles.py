@@ -18,7 +18,7 @@ from jax import lax
 
 from planner.kernels.grouping.jax_grouping import Groups, cut_groups, most_tiles
 
-__all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "most_tiles", "put_back"]
+__all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "put_back"]
 
 
 class Shape(NamedTuple):

@@ -20,8 +20,8 @@ from planner.calibrate.labs import Lab
 from planner.cost.device import Device
 from planner.cost.products import CLASSES, SIDES
 from planner.language.resolve import resolve
+from planner.program.calls import RangedIndices
 from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
 from planner.tune.timing import least_seconds
 

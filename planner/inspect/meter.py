@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 from planner.inspect import memory as measure
 from planner.inspect.analysis import Figures
 from planner.inspect.memory import Counted, Measured
-from planner.program.implementations import Backend, Stepwise
+from planner.program.calls import Stepwise
+from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import bind_plan

@@ -25,15 +25,14 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand, Spec
-from planner.program.calls import Indices, Member, PreparedRun, RangedIndices, Run, Stepwise
+from planner.program.calls import Indices, Member, PreparedRun, Run, Stepwise
 from planner.program.contraction import Contraction
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import CompiledPeak, Programs, Step
 from planner.program.tree import Tree
 
-__all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun", "RangedIndices", "Run", "RunPlan",
-           "Stepwise", "Table", "form_row"]  # fmt: skip
+__all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "RunPlan", "Table", "form_row"]
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"

@@ -17,9 +17,9 @@ import numpy as np
 from hypothesis.errors import HypothesisException
 
 from planner.api import contract, plan
+from planner.inspect.meter import Call
 from planner.language.spec import Spec, Term, plain_axes
 from planner.program.implementations import Implementation
-from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import exact_range
 

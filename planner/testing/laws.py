@@ -16,11 +16,12 @@ import numpy as np
 from hypothesis import assume
 
 from planner.api import plan
+from planner.inspect.meter import of_some
 from planner.language.errors import IndexRangeError
 from planner.language.options import INDEX_MODES
 from planner.program.frameworks import framework_of
 from planner.testing import scripts
-from planner.testing.engines import Engine, engine_of, of_some
+from planner.testing.engines import Engine, engine_of
 from planner.testing.judgement import Broken, Subject, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import absolute, exact_range, magnitude, reference_gradients, second_derivatives

@@ -18,8 +18,9 @@ from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
 from planner.language.spec import Spec, indexed_dims, row_axes
 from planner.plan import Plan
+from planner.program.calls import Stepwise
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Stepwise, Table
+from planner.program.implementations import Table
 from planner.program.ops import Cast, Gradients, Guard, Op
 from planner.program.program import Step
 from planner.testing import scripts

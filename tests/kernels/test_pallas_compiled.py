@@ -19,9 +19,9 @@ from test_pallas import EXPORTED  # noqa: E402
 import planner  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.cost.device import TPU_V5E  # noqa: E402
-from planner.kernels.grouped_matmul.pallas_tiles import TPU, most_tiles  # noqa: E402
+from planner.kernels.grouped_matmul.pallas_tiles import TPU  # noqa: E402
 from planner.kernels.grouped_matmul.pallas_tpu import KERNELS  # noqa: E402
-from planner.kernels.grouping.jax_grouping import Groups  # noqa: E402
+from planner.kernels.grouping.jax_grouping import Groups, most_tiles  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
 # Rows, I, J, K and groups at the limits of the code.

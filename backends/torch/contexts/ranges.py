@@ -13,7 +13,8 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock_rows import stock_kind
-from planner.program.implementations import RangedIndices, Run, Table
+from planner.program.calls import RangedIndices, Run
+from planner.program.implementations import Table
 from planner.program.ops import Op
 from planner.program.program import Program, Step
 

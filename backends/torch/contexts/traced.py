@@ -52,10 +52,9 @@ from planner.language.errors import ShapeError
 from planner.language.options import MODES
 from planner.language.resolve import Resolved
 from planner.language.spec import Term
-from planner.program.calls import Member, SizeReader
+from planner.program.calls import Member, RangedIndices, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices
 from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 

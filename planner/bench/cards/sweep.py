@@ -23,8 +23,8 @@ from planner.kernels.tiled_product.measured import forced
 from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
 from planner.language.derive import transpose
 from planner.language.spec import term_gathers
+from planner.program.calls import RangedIndices
 from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
 
 __all__ = ["CHANGES", "PROBLEMS", "TINY", "Product", "precisions", "product_of", "with_tiles"]
