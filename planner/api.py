@@ -37,9 +37,6 @@ from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
 
-__all__ = ["check_names", "contract", "plan"]
-
-
 # Repeated calls find the function that runs them here, by spec, options and the backend's signature of the arrays.
 _RUNNERS: dict[Any, RunPlan] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}

@@ -9,8 +9,6 @@ from planner.cost import store
 from planner.language.cached import BACKEND_CACHES, STEP_CACHES
 from planner.search import family
 
-__all__ = ["Caches", "caches"]
-
 # Bytes that an entry holds, measured with tracemalloc on products of two matrices, a chain of four and a gathered
 # product, which holds the most, with gradients, in torch 2.13 and CPython 3.11, 2026-11-24.
 BYTES = {"members": 2_500, "plans": 22_000, "families": 7_000, "bound": 20_000, "steps": 400}

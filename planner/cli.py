@@ -25,8 +25,6 @@ from planner.progress import Progress
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.workloads import to_framework
 
-__all__ = ["main"]
-
 
 class _Parser(argparse.ArgumentParser):
     """A parser that prints errors in one line, as the library does."""

@@ -11,8 +11,6 @@ from planner.language.errors import PlannerTypeError
 from planner.language.resolve import shorten
 from planner.plan import Plan
 
-__all__ = ["Comparison", "compare"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:

@@ -12,8 +12,6 @@ from planner.language.spec import is_symbol
 from planner.program.frameworks import framework_of, load_backend
 from planner.run import for_dynamo, torch_compiles
 
-__all__ = ["group", "synchronize"]
-
 
 def group(q: Any, size: int, index_mode: str = "raise") -> Any:
     """Prepare an index array: check its range and sort its rows by group, once for many calls.

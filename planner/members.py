@@ -20,8 +20,6 @@ from planner.program.plan import PlanRecord
 from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
 from planner.search.family import wide_axes as axes_of_wide_classes
 
-__all__ = ["BOUND", "READERS", "bind_first_member", "bind_member"]
-
 
 class _Sizes:
     """Reads the sizes of calls of one spec, whose arrays have the same dimensions of size 1.

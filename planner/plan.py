@@ -19,8 +19,6 @@ from planner.search.alternatives import Alternative, alternatives
 from planner.search.collectives import Collective, collectives
 from planner.slices import Slices
 
-__all__ = ["Plan", "load_plan"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan(PlanRecord):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """One line on stderr that is overwritten again and again; if stderr is not a terminal, nothing is written.

@@ -22,8 +22,6 @@ from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.search.collectives import whole_plan
 
-__all__ = ["bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
-
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that the plan was made for such arrays."""

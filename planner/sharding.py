@@ -28,8 +28,6 @@ from planner.plan import Plan
 from planner.program.frameworks import framework_of
 from planner.search.collectives import Collective
 
-__all__ = ["MeshSplit", "Sharding", "shard"]
-
 # How many splits over some axes of the mesh are continued over the next axis.
 _MOST_CONTINUED = 64
 _INDEX_BYTES = 8

@@ -28,8 +28,6 @@ from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import check_call, run_plan
 from planner.search.slicing import can_be_cut
 
-__all__ = ["Slice", "Slices", "run_slice"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:

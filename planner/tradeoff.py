@@ -19,8 +19,6 @@ from planner.program.loops import least_seconds
 from planner.search.alternatives import alternatives
 from planner.search.verify import keep_fitting
 
-__all__ = ["Tradeoff", "tradeoff"]
-
 # How many limits to try between the least and the most of a quantity on the front, and how many below the least peak.
 RUNGS = 4
 # Each limit below the least peak is this share of it. Only loops over slices are within such limits. The front ends

@@ -23,8 +23,6 @@ import numpy as np
 from planner.language.parse import parse
 from planner.language.spec import Spec, Term, replace_gathers, term_gathers
 
-__all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
-
 Framework = Literal["numpy", "torch", "jax"]
 Values = Literal["integers", "normal"]
 Skew = Literal["uniform", "half", "zipf", "one"]

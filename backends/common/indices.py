@@ -11,8 +11,6 @@ from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, IndexMode
 from planner.language.spec import Gather
 
-__all__ = ["IndexOps", "PreparedIndex", "check_index_dtype", "clip_error", "in_range", "numpy_in_range", "range_error"]
-
 
 class PreparedIndex:
     """An index array that `planner.group` checked, for use in many calls.

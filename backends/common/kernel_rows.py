@@ -26,18 +26,6 @@ from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
-__all__ = [
-    "POOL_FUNCTIONS",
-    "WHOLE_POOL",
-    "Kernels",
-    "PoolKernels",
-    "flattened_bytes",
-    "is_chosen",
-    "kernel_rows",
-    "pool_function",
-    "views_of",
-]
-
 Groups = Sequence[Sequence[str | Gather]]
 # The term of an array, with the groups of axes that are one dimension each to the kernel.
 View = tuple[Term, Groups]

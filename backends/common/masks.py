@@ -17,8 +17,6 @@ from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes
 from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.ops import Guard
 
-__all__ = ["find_read_rows", "guard_run", "widen_operands", "zero_dropped"]
-
 # From a guard, its input in a sequence, and index arrays to its result in a tuple, as `Implementation.run`.
 GuardRun = Callable[[Guard, Sequence[Any], RangedIndices], tuple[Any, ...]]
 # A function of the arguments of `find_read_rows`.

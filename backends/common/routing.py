@@ -11,8 +11,6 @@ from typing import Any
 
 from planner.language.errors import PlannerError
 
-__all__ = ["Route", "Routing"]
-
 # What runs a call instead: it takes the function that was called, the arguments and the keywords.
 Route = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _OWN = ("planner.backends.", "planner.kernels.")

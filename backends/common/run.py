@@ -14,9 +14,6 @@ from planner.program.loops import Part, covers, parts, slice_counts
 from planner.program.plan import Loop
 from planner.program.program import Program, Step
 
-__all__ = ["RunProgram", "prepare_loop", "prepare_program"]
-
-
 # Runs a program. Its arguments are the program's inputs by variable, and the index arrays in range. It adds the results
 # of steps to the inputs, and removes variables after their last use: at the end it leaves the kept values there. It
 # returns the program's results.

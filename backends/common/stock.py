@@ -17,18 +17,6 @@ from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, p
 from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, known_product
 
-__all__ = [
-    "SMALL_MATRIX",
-    "ArrayOps",
-    "Product",
-    "diagonals",
-    "evaluate",
-    "evaluation",
-    "make_index_reader",
-    "matmul_product",
-    "viewing",
-]
-
 # Torch multiplies matrices of a batch in a loop of its own, however they lie, up to so many multiplications each.
 SMALL_MATRIX = 400
 # A function of arrays that computes a product.

@@ -17,8 +17,6 @@ from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, 
 from planner.program.forms import ProductForm, inner_product, known_product, product_form
 from planner.program.ops import Cast, Op
 
-__all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
-
 
 @cached_by_step
 def stock_layout(op: Op) -> tuple[int, Layout | None]:

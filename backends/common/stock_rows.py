@@ -23,21 +23,6 @@ from planner.program.implementations import LOOP, MASK, Implementation
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
-__all__ = [
-    "ADD_LAUNCHES",
-    "SCATTERED_LAUNCHES",
-    "TAKE_LAUNCHES",
-    "VIEW_LAUNCHES",
-    "flat_index_bytes",
-    "flat_stock_work",
-    "runs_of",
-    "small_matrix_seconds",
-    "short_run_seconds",
-    "stock_kind",
-    "stock_rows",
-    "stock_work",
-]
-
 # What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
 # innermost runs of neighbours at a time, whether of 3 x 3 or of 16 x 16 elements, in one part. It goes through short
 # runs element by element, and through longer ones as vectors. Each sum of neighbours takes the same time, whatever

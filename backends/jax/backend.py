@@ -40,8 +40,6 @@ from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
 from planner.program.program import Step
 
-__all__ = ["JaxBackend", "backend"]
-
 # Where JAX says which line of a program an operation comes from, it looks for a line outside of such folders.
 source_info_util.register_exclusion(f"{Path(__file__).parents[2]}{os.sep}")
 

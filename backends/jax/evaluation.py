@@ -36,9 +36,6 @@ from planner.program.implementations import MASK, Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
-__all__ = ["NARROW", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count", "is_plain", "lowerer_of", "run_plain", "wide_types"]  # fmt: skip
-
 Shape = tuple[int, ...]
 
 # The types that JAX silently uses in place of 64-bit types, unless these are enabled.

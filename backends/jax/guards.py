@@ -29,18 +29,6 @@ from planner.program.calls import RangedIndices
 from planner.program.forms import PooledForm, pooled_form
 from planner.program.ops import Guard, JointGradient, Op
 
-__all__ = [
-    "Guards",
-    "batch_guard",
-    "compares_rows",
-    "is_left_out",
-    "poison",
-    "read_mask",
-    "run_guard",
-    "unread_pool",
-    "zero_unread_rows",
-]
-
 Given = Mapping[Gather, IndexArray]
 
 # The most bytes of a result that is written anew with NaN at bad indices, without a branch. XLA takes 50 ms to compile

@@ -23,10 +23,6 @@ from planner.language.spec import Gather, is_symbol, largest
 from planner.program.calls import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "is_outside",
-           "jax_in_range",
-           "traced_in_range"]  # fmt: skip
-
 
 def _signed(raw: Any, size: int) -> Any:
     wide, info = jnp.int32 if _is_narrow(size) else jnp.int64, jnp.iinfo(raw.dtype)

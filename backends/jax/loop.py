@@ -17,8 +17,6 @@ from planner.language.spec import Term
 from planner.program.loops import covers, slice_counts
 from planner.program.plan import Loop, PlanRecord
 
-__all__ = ["Run", "SliceLoop", "as_one", "compile_whole"]
-
 # From operands, index arrays and an index mode to the result.
 Run = Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]
 

@@ -18,8 +18,6 @@ from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.spec import Spec, is_symbol
 from planner.program.forms import ProductForm
 
-__all__ = ["MARKING_ALL", "MARKING_TAKES", "OPS", "JaxOps"]
-
 
 class JaxOps:
     """`ArrayOps` in JAX."""

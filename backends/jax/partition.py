@@ -47,8 +47,6 @@ from planner.program.calls import RangedIndices
 from planner.program.guards import dropped_brackets
 from planner.program.ops import Guard, Op
 
-__all__ = ["devices_of", "devices_wanted", "run_on_devices", "guard_on_devices", "placement"]
-
 # From an op, its inputs, index arrays and an index mode to its results. Equal ones have the same text in any process.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
 Indices = Mapping[Gather, Any]

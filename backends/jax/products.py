@@ -18,9 +18,6 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, known_product, product_form
 
-__all__ = ["ProductCopies", "arranged", "as_dot", "count_copied", "count_reordered", "factors", "fused_takes",
-           "inner_strides", "is_folded", "join_axes", "multiply_and_add", "multiply_flat", "wide_axes"]  # fmt: skip
-
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
 _TOGETHER = 64

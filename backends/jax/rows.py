@@ -51,8 +51,6 @@ from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op, joint_elements
 
-__all__ = ["PLAIN", "make_table"]
-
 # Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
 # products, and nothing of others.
 PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")

@@ -29,8 +29,6 @@ from planner.language.derive import batched, transpose
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op
 
-__all__ = ["SINGLE_GRADIENT_INPUTS", "TANGENT_STEPS", "bind_step", "compile_step", "gradient_op", "step_p", "tangent_p"]
-
 
 class _StepPrimitive(Primitive):
     """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered."""

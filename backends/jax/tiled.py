@@ -32,8 +32,6 @@ from planner.program.forms import GroupedForm
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, JointGradient, Op
 
-__all__ = ["card_work", "in_pieces", "loop_scratch", "on_card", "tiled_work"]
-
 # Kernels that sort rows and cut tiles, kernels of a step of the loop, and what XLA takes to start a kernel within a
 # program, as a part of the time of an operator (estimates).
 _TABLE_KERNELS, _STEP_KERNELS, _LAUNCH_PART = 20, 8, 0.3

@@ -18,8 +18,6 @@ from planner.program.ops import Cast, Guard
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
-__all__ = ["loop_run", "tree_run"]
-
 # Name of the values that a plan keeps where it does not keep all.
 KEPT = "planner_kept"
 

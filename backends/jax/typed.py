@@ -18,8 +18,6 @@ from planner.language.errors import PlannerError
 from planner.language.split import Entry, choose_splits, letter_of, place_term, view_placement
 from planner.program.plan import PlanRecord
 
-__all__ = ["like_einsum", "result_sharding"]
-
 
 def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
     """Return the sharding of the result if the type of an operand or index array has explicit axes; else None.

@@ -31,8 +31,6 @@ from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["NumpyBackend", "NumpyOps", "backend"]
-
 
 class NumpyOps:
     """`ArrayOps` in NumPy."""

@@ -47,8 +47,6 @@ from planner.backends.torch.ops import as_output, is_recorded, torch_dtype
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
-__all__ = ["record", "record_usual"]
-
 
 def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program so that autograd records it and can run the backward program."""

@@ -54,8 +54,6 @@ from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["TorchBackend", "backend"]
-
 
 class TorchBackend(Backend):
     """Runs plans on torch tensors."""

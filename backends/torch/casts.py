@@ -26,8 +26,6 @@ from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree, change_tree
 
-__all__ = ["Casts"]
-
 
 class Casts:
     """The casts of operands in a plan that come before all else.

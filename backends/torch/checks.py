@@ -35,8 +35,6 @@ from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.calls import RangedIndices
 
-__all__ = ["CallIndices", "can_wait", "poisoned", "prepare_indices", "raise_pending", "synchronize"]
-
 _POSITIONS = 40  # bits of a position in a flag's word
 _MOST_ASKED = 1 << 16
 _NOTE = (

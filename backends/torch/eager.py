@@ -48,9 +48,6 @@ from planner.program.ops import Cast, Guard, Op, joint_elements
 from planner.program.program import Programs, Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
-__all__ = ["AUTOGRAD", "MOST_NATIVE_SECONDS", "NATIVE", "Reads", "call_seconds", "compile_native", "kept_copies",
-           "standins_of"]  # fmt: skip
-
 # A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.

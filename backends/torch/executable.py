@@ -32,8 +32,6 @@ from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
 from planner.program.tree import Tree, flatten, nodes_of, read_by_gradients
 
-__all__ = ["Executable"]
-
 # Of so many operands at most is a smaller contraction planned for a repeated gradient. Of more, that can take long.
 MOST_PLANNED_AGAIN = 14
 

@@ -26,8 +26,6 @@ from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.callbacks import callbacks
 
-__all__ = ["TorchIndex", "part_in_range", "refuse_sparse", "torch_in_range"]
-
 
 class TorchIndex(PreparedIndex, torch.nn.Module):
     """A prepared index with its rows sorted by group.

@@ -24,8 +24,6 @@ from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axe
 from planner.program.calls import shape_in, size_in
 from planner.program.ops import Op
 
-__all__ = ["INDEXED", "MOST_PUT", "IndexedCalls", "indexed_calls"]
-
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
 INDEXED = {"take": "segment sum", "segment sum": "take", "take, segment sum": "take, segment sum"}
 # Dtypes that torch adds up by index in that dtype.

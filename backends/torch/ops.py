@@ -29,31 +29,6 @@ from planner.language.spec import Spec, Term, indexed_dims, row_axes, term_axes
 from planner.program.calls import RangedIndices, size_in
 from planner.program.forms import ProductForm
 
-__all__ = [
-    "MOST_MULTIPLIED",
-    "OPS",
-    "TorchOps",
-    "as_output",
-    "captured",
-    "cast",
-    "conjugate",
-    "dataless",
-    "dispatches",
-    "finite",
-    "is_finite",
-    "is_recorded",
-    "matrix_product",
-    "multiply",
-    "not_dense",
-    "occurs",
-    "promote",
-    "torch_dtype",
-    "unit_strided",
-    "unseen",
-    "viewing",
-]
-
-
 # How many products of elements are in memory at once where torch has no product of matrices.
 MOST_MULTIPLIED = 2**24
 

@@ -35,23 +35,6 @@ from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
-__all__ = [
-    "MOST_LETTERS",
-    "MULTIPLY_SUM",
-    "SLICE_LAUNCHES",
-    "broadcast_product",
-    "copied_form",
-    "count_matrix_views",
-    "einsum_call",
-    "einsum_copies",
-    "einsum_cost",
-    "has_large_vectors",
-    "has_short_sums",
-    "product_rows",
-    "summed_axes",
-    "summed_product",
-]
-
 MULTIPLY_SUM = "multiply, then sum"
 
 # A product on all cores that is added to the result of the one before waits for it. Two products of 128 x 1024 x 128

@@ -51,9 +51,6 @@ from planner.program.forms import GroupedForm, PooledForm, pooled_form
 from planner.program.implementations import Implementation, Table
 from planner.program.ops import JointGradient, Op, joint_elements
 
-__all__ = ["make_table"]
-
-
 # For buffers of 1/2 or 1/16 of their usual bytes: the end of the names of the rows that use them, and how much longer
 # these take, measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}

@@ -62,8 +62,6 @@ from planner.program.ops import Guard, Op, joint_elements
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
 
-__all__ = ["family_runner", "runner", "symbol_runner"]
-
 MOST_FUSED = 2**13  # multiplications; measured 2026-11-27, torch 2.13, one core: 2 to 13 us less than `bmm` up to 2^15
 _NOTHING: Any = contextlib.nullcontext()
 

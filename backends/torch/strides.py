@@ -22,8 +22,6 @@ from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec, Term
 from planner.program.forms import ProductForm
 
-__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "StrideOps", "Strided", "copies_of"]
-
 
 class Strided(NamedTuple):
     """A stand-in for a tensor.

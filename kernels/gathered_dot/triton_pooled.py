@@ -24,8 +24,6 @@ from planner.kernels.segment_sum.triton_sum import REGISTERS, Rows, Runs, quotie
 from planner.kernels.tiled_product.triton_axes import Axis, packed
 from planner.kernels.tiled_product.triton_product import pieces_of, position
 
-__all__ = ["dot_rows", "dots_kernel", "gradients", "pool_gradient", "query_gradient", "scores"]
-
 # Bytes of the products that a program holds in float32, the most of them along the depth, and the most keys.
 _TILE, _DEPTH, _KEYS = 8192, 128, 256
 

@@ -21,8 +21,6 @@ from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
 from planner.kernels.grouped_matmul.pallas_tiles import GPU, RowTiles
 
-__all__ = ["KERNELS", "matrices_outer", "matrices_product"]
-
 # A block has 64 terms, and its rows and columns are multiples of 64: a swizzled row of shared memory holds 64 numbers
 # of 16 bits. A program holds at most 128 by 128 sums, in 128 registers of each thread.
 _UNIT, _MOST = 64, 128

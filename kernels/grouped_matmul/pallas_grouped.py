@@ -18,8 +18,6 @@ from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_tiles import RowTiles, Shape, cut, gather_rows, put_back
 from planner.kernels.grouping.jax_grouping import Groups
 
-__all__ = ["Platform"]
-
 
 class Platform(NamedTuple):
     """The kernels of a platform.

@@ -18,8 +18,6 @@ from jax import lax
 
 from planner.kernels.grouping.jax_grouping import Groups, cut_groups, most_tiles
 
-__all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "put_back"]
-
 
 class Shape(NamedTuple):
     """The limits of a platform's tiles.

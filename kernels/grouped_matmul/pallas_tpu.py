@@ -20,8 +20,6 @@ from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, RowTiles
 
-__all__ = ["KERNELS", "matrices_outer", "matrices_product"]
-
 # Side of a block of a large matrix: with tiles of 512 rows, buffers take 7 MB of a v5e's 16 MB.
 _SIDE = 512
 # The `interpret` argument of the kernels; tests set it.

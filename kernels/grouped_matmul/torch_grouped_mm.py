@@ -19,8 +19,6 @@ from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import Groups, has_triton
 
-__all__ = ["grouped_gradients", "grouped_matmul", "grouped_outer"]
-
 
 def grouped_matmul(a: Tensor, c: Tensor, groups: Groups) -> Tensor:
     """Multiply each row by the matrix of its group."""

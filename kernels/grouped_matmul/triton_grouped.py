@@ -32,18 +32,6 @@ from planner.kernels.tiled_product.triton_axes import (
 from planner.kernels.tiled_product.triton_product import product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
-__all__ = [
-    "batched_matmul",
-    "chosen_matmul",
-    "chosen_rows",
-    "grouped_gradients",
-    "grouped_matmul",
-    "grouped_outer",
-    "plain_product",
-    "rows_product",
-    "terms_product",
-]
-
 
 def grouped_matmul(
     a: Tensor,

@@ -19,8 +19,6 @@ from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, index_
 from planner.kernels.tiled_product.triton_product import position
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
-__all__ = ["both_gradients", "pair_kernel"]
-
 
 @triton.jit
 def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-__all__ = ["bits", "gather_rows", "of_bits"]
-
 
 def bits(x: jax.Array) -> jax.Array:
     """Return a bfloat16 array as integers; other arrays are returned unchanged."""

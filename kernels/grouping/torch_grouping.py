@@ -15,8 +15,6 @@ from torch import Tensor
 
 from planner.language import dtypes
 
-__all__ = ["Cutting", "Groups", "Piece", "accumulator", "group_bytes", "group_rows", "has_triton", "pieces"]
-
 _WIDER = {getattr(torch, name): getattr(torch, dtypes.accumulator(name)) for name in dtypes.HALF_TYPES}
 
 

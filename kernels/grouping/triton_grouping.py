@@ -16,8 +16,6 @@ from torch import Tensor
 
 from planner.kernels.grouping.triton_launch import launch
 
-__all__ = ["Check", "Tasks", "check_values", "cut_tasks", "sort_rows"]
-
 # Rows of a block.
 _BLOCK = 1024
 # Tasks that one program cuts, and groups that it looks at together.

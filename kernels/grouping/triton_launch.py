@@ -15,8 +15,6 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["device_of", "launch", "place_of", "replayed"]
-
 # Compiled kernels, by all that Triton may choose them by and more; None where Triton must start them itself.
 _COMPILED: dict[Hashable, Any] = {}
 # The launches of a call, by what equal calls share; None if they cannot be replayed.

@@ -27,8 +27,6 @@ from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_axes import Axis, axis_of, packed
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, pieces_of, position
 
-__all__ = ["REGISTERS", "Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
-
 # Bytes of a tile of sums in float32, the most rows of one, and elements of a group's parts that one program adds up.
 # With larger tiles some kernels spill registers, see docs/benchmarks/triton.md.
 _TILE, _MOST_ROWS, _ADDED = 4096, 256, 1024

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MOST_AXES", "MOST_INDICES", "Read"]
-
 # The most axes of a result, one less for complex128; and the most index arrays.
 MOST_AXES, MOST_INDICES = 5, 3
 

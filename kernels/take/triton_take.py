@@ -27,8 +27,6 @@ from planner.kernels.segment_sum.triton_sum import REGISTERS
 from planner.kernels.take import MOST_AXES, MOST_INDICES, Read
 from planner.kernels.tiled_product.triton_product import pieces_of
 
-__all__ = ["take", "take_kernel", "take_rows"]
-
 # Elements of a tile.
 _TILE = 2048
 _OUTER = MOST_AXES - 1

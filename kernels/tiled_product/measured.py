@@ -15,8 +15,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["FILE", "bucket_of", "forced", "measurable", "read_tiles"]
-
 FILE = pathlib.Path(__file__).with_name("tiles.json")
 _Choice = TypeVar("_Choice", bound=Callable[..., Any])
 # What `forced` puts in place of the chosen tiles: a function of a bucket and the tiles.

@@ -27,8 +27,6 @@ from triton.runtime.driver import driver
 
 from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
 
-__all__ = ["add_product", "joined", "precision"]
-
 # bfloat16's largest number: larger float32 numbers would be rounded to infinity.
 _LARGEST = tl.constexpr(3.3895313892515355e38)
 # Triton's interpreter multiplies the bits of bfloat16, and cuts bits off where it should round. There, parts are

@@ -12,18 +12,6 @@ from torch import Tensor
 from planner.kernels.grouping.torch_grouping import Groups, accumulator
 from planner.kernels.grouping.triton_grouping import Tasks, cut_tasks
 
-__all__ = [
-    "Axis",
-    "Grouping",
-    "Matrices",
-    "axis_of",
-    "index_type",
-    "packed",
-    "registers_for",
-    "sums_of",
-]
-
-
 # Without a limit NVIDIA's assembler keeps some bytes of a thread in memory, for more programs at once. AMD's has none.
 _ALL_REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 255}
 

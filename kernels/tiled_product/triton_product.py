@@ -21,8 +21,6 @@ import triton.language as tl
 
 from planner.kernels.tiled_product.triton_arithmetic import add_product, joined
 
-__all__ = ["add_parts_kernel", "group_of", "pieces_of", "position", "product_kernel", "program_place"]
-
 # Tiles of rows whose programs run side by side and share the columns of `b` in the cache.
 _NEIGHBOURS = tl.constexpr(8)
 

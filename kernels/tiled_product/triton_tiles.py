@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from planner.kernels.tiled_product.measured import measurable
 
-__all__ = ["PAIR_TERMS", "TILINGS", "Tiles", "covers_pair", "multiplies_by_parts", "tiles_of"]
-
 # Alternatives to the default tiles, which `optimize="measure"` times. None of them needs more memory than the default.
 TILINGS = ("half tiles", "large tiles", "four stages")
 # Terms after which a sum is cut if one walk makes both gradients.

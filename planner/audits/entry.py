@@ -14,8 +14,6 @@ from planner.program.frameworks import load_backend
 if TYPE_CHECKING:
     from planner.audits.report import Audit
 
-__all__ = ["audit"]
-
 
 @overload
 def audit(*, measure: bool = ...) -> AbstractContextManager[Audit]: ...

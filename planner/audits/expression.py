@@ -14,8 +14,6 @@ from typing import Any
 from planner.language.errors import PlannerError
 from planner.language.spec import Operand
 
-__all__ = ["Array", "Expression", "Problem", "Read", "contract", "matmul", "multiply", "problem_of"]
-
 _fresh = itertools.count()
 # Letters of axes, in the order in which they are given out, and those of index arrays.
 _AXES = "ijklmnabcdefghostuvwxyz"

@@ -20,16 +20,6 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 
-__all__ = [
-    "Site",
-    "calls_text",
-    "figure_texts",
-    "find_sites",
-    "instead_of",
-    "source_of_figures",
-    "why_predicted",
-]
-
 # What a change must save to be named: a tenth of the time, and so many seconds in all calls; or a tenth of the peak or
 # of the retained bytes of a call, and so many bytes.
 _SHARE, _SECONDS, _BYTES = 0.1, 50e-6, 2**16

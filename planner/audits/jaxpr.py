@@ -14,8 +14,6 @@ from planner.audits.replay import Slot, Step, Today, slots_of
 from planner.audits.sites import Call, Place, Record
 from planner.language.spec import Operand
 
-__all__ = ["read_jaxpr"]
-
 _identities = itertools.count(1)
 # Primitives that know an array of size 1 from one that was broadcast from it.
 _STRETCHED = ("mul", "broadcast_in_dim")

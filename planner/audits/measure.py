@@ -27,8 +27,6 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.tune.timing import timed
 
-__all__ = ["measure_site"]
-
 # Both calls run in turn: so many times at least and at most, and in between for so many seconds together. In a turn a
 # call runs so many times, after one that is not counted: the system takes back memory that the other call freed, and a
 # call that touches it anew may take twice as long. Steps of a program reuse most of theirs.

@@ -12,8 +12,6 @@ from planner.pages.markup import document, fragment, scrolling, tag
 from planner.pages.plan_page import comparison_sections
 from planner.version import __version__
 
-__all__ = ["page_of_sites", "part_of_sites"]
-
 MOST_PLANS = 20
 
 

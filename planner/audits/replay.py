@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from planner.audits.expression import Array
 
-__all__ = ["Slot", "Step", "Today", "map_leaves", "replay", "slots_of"]
-
 
 class Slot(NamedTuple):
     """The place of an array that the program had; its number is the `identity` of an `Array`."""

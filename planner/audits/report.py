@@ -11,8 +11,6 @@ from planner.audits.page import page_of_sites, part_of_sites
 from planner.inspect.text import table_lines
 from planner.language.resolve import shorten
 
-__all__ = ["Audit"]
-
 
 @dataclasses.dataclass
 class Audit:

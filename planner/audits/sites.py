@@ -14,8 +14,6 @@ from typing import Any
 from planner.audits.expression import Problem
 from planner.audits.replay import Today
 
-__all__ = ["Call", "Figures", "Place", "Record", "find_place", "name_in", "user_frame"]
-
 # Packages whose frames are not the user's program; our own files, and those of them that watch it.
 _LIBRARIES = ("torch", "jax", "jaxlib", "einops", "opt_einsum", "contextlib", "functools")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep

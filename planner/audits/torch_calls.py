@@ -15,8 +15,6 @@ from planner.language.parse import parse
 from planner.language.spec import ELLIPSIS, Operand, Spec
 from planner.program.frameworks import load_backend
 
-__all__ = ["TorchWatch"]
-
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 

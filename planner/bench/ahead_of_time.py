@@ -41,8 +41,6 @@ import numpy as np
 
 from planner.cost.device import GPU, Device
 
-__all__ = ["ARCHES", "Arch", "Built", "failures", "main", "markdown", "programs_of", "read_kernel"]
-
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "triton.md"
 _RESERVED = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 

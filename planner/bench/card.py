@@ -36,21 +36,6 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from planner.bench.cards.findings import adopt, is_wrong, write_findings
 
-__all__ = [
-    "Card",
-    "CardComparison",
-    "Item",
-    "Program",
-    "Step",
-    "check_items",
-    "collect",
-    "comparison_items",
-    "law_items",
-    "main",
-    "rate_items",
-    "serve",
-]
-
 Program = Callable[[], Any]
 PARTS = ("torch", "jax")
 # The seconds that the shares of the steps add up to.

@@ -34,18 +34,6 @@ from planner.search.alternatives import alternatives
 from planner.tune.timing import block_seconds, least_seconds, timed
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = [
-    "ESTIMATES",
-    "Estimate",
-    "compare_lowerings",
-    "corpus_choices",
-    "known_plans",
-    "main",
-    "plan_on_card",
-    "predicted_steps",
-    "predictions",
-]
-
 # Plans with a larger peak are left out. After one round, so are plans that take this much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
 _HOPELESS = 1.5

@@ -20,8 +20,6 @@ from planner.bench.report import as_json, cells, circumstances, markdown
 from planner.bench.timing import SCALES, Result, Settings
 from planner.demo.ways import Framework
 
-__all__ = ["PARTS", "main"]
-
 PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "seed-gathered-matmul": gathered_matmul,
     "seed-gathered-keys": gathered_keys_part,

@@ -19,8 +19,6 @@ from planner.language.units import bytes_text, seconds_text
 from planner.pages.plots import load_pyplot, save_figure
 from planner.pages.tables import page_of_tables
 
-__all__ = ["compare_ways", "draw", "page_of_ways", "ways_of"]
-
 
 class _OptEinsum:
     """A framework's namespace with opt_einsum's einsum."""

@@ -44,17 +44,6 @@ from planner.language.parse import parse
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.workloads import View, Workload
 
-__all__ = [
-    "Row",
-    "by_hand",
-    "compare_corpus",
-    "corpus",
-    "corpus_bytes",
-    "gather_then_einsum",
-    "random_rows",
-    "time_row",
-]
-
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
 _BYTES = {"cache": 2**20, "memory": 2**25}
 _FLOPS = {"cache": 2**25, "memory": 2**29}

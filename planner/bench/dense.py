@@ -23,8 +23,6 @@ from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, o
 from planner.tune.timing import timed
 from planner.workloads import WORKLOADS
 
-__all__ = ["clique", "sliced_einsum", "three_way_batch", "warm_call"]
-
 
 def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result]:
     """opt_einsum #254: it is cheapest to multiply the (b, k) weight with the small operand first."""

@@ -14,8 +14,6 @@ from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
 from planner.tune.timing import timed
 
-__all__ = ["families"]
-
 # How many sizes each loop has.
 SIZES = 300
 # From a size to our call and the peer's, which take turns, and to the tensors whose gradients they accumulate.

@@ -10,8 +10,6 @@ from planner.demo.runs import JaxRun, Run, TorchRun
 from planner.demo.ways import OURS, Framework, Way, contraction, direct, gather_then_einsum, gathered_keys, our_way
 from planner.workloads import WORKLOADS, Skew, Workload
 
-__all__ = ["gathered_keys_part", "gathered_matmul", "limited_matmul"]
-
 
 def gathered_matmul(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Seed 000: `matmul(a, c[q])`, eager and compiled; memory; groups of very unequal size."""

@@ -18,8 +18,6 @@ from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
 from planner.tune.timing import timed
 
-__all__ = ["SIZES", "large_networks", "networks"]
-
 SIZES = (30, 100, 300, 1000)
 # How long a plan may take, in seconds, by the number of operands.
 MOST_SECONDS = {100: 1.0, 1000: 30.0}

@@ -17,8 +17,6 @@ from typing import Any
 import planner
 from planner.language.spec import Operand, unused_letters
 
-__all__ = ["main"]
-
 Problem = tuple[str, list[tuple[int, ...]], dict[str, tuple[int, ...]]]
 KINDS = ("chain", "dense", "gathers")
 

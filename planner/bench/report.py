@@ -18,8 +18,6 @@ from typing import Any
 from planner.bench.timing import Result, Settings
 from planner.cost.rates import cpu_name
 
-__all__ = ["as_json", "cells", "circumstances", "markdown"]
-
 
 def _git(*arguments: str) -> str:
     root = pathlib.Path(__file__).resolve().parent.parent

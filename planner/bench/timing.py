@@ -19,23 +19,6 @@ from planner.demo.ways import Framework, Way
 from planner.tune.timing import block_seconds, timed
 from planner.workloads import Skew, Workload
 
-__all__ = [
-    "PASSES",
-    "SCALES",
-    "Pass",
-    "Result",
-    "Scale",
-    "Settings",
-    "block_of",
-    "equal",
-    "medians_of",
-    "prepare_runs",
-    "seconds_in_peace",
-    "stolen_seconds",
-    "time_in_turn",
-    "time_runs",
-]
-
 Pass = Literal["f", "g"]
 PASSES: tuple[tuple[Pass, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
 Scale = Literal["overhead", "cache", "memory"]

@@ -33,8 +33,6 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner.inspect.memory import torch_memory
 
-__all__ = ["CONTEXTS", "MODELS", "main", "train"]
-
 RANKS = 4
 WIDTH, HEADS, EXPERTS, HIDDEN = 64, 4, 8, 128
 

@@ -23,8 +23,6 @@ from planner.language.errors import PlannerError
 from planner.progress import Progress
 from planner.workloads import WORKLOADS
 
-__all__ = ["main"]
-
 
 def rates_text(device: Device, preset: Device) -> str:
     """Return a table with the measured rates beside those of the preset."""

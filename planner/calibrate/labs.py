@@ -12,8 +12,6 @@ import numpy as np
 from planner.cost import rates
 from planner.cost.device import Device, gpu_preset
 
-__all__ = ["Lab", "make_labs"]
-
 Framework = Literal["torch", "numpy", "jax"]
 
 

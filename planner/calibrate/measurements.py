@@ -25,8 +25,6 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 from planner.tune.timing import least_seconds
 
-__all__ = ["STAGES", "measure"]
-
 MEGABYTE = 2**20
 
 

@@ -19,8 +19,6 @@ from planner.program.plan import PlanRecord
 from planner.tune.timing import least_seconds
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["FACTORS", "StepTime", "check", "check_text", "check_workload", "shares_text"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTime:

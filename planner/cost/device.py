@@ -16,21 +16,6 @@ from planner.cost.products import class_rate, most_rate
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
-__all__ = [
-    "PARTS_SHARE",
-    "A100",
-    "B200",
-    "CPU",
-    "GPU",
-    "H100",
-    "H200",
-    "L40S",
-    "MI300X",
-    "PRESETS",
-    "TPU_V5E",
-    "Device",
-    "gpu_preset",
-]
 # At this share of the rate of half types Triton kernels multiply float32 in parts of bfloat16: six products for one,
 # each at 0.47 of the rate of torch's products (on an H200 34.4 GFLOP take 556 us).
 # `planner.kernels.tiled_product.triton_arithmetic` has the parts.

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-__all__ = ["MOST_PICOSECONDS", "Cost", "PlanCost", "StepCost", "Work"]
-
 # What a step takes if no float holds its FLOPs. A sum over thousands of such steps is still in the range of floats.
 MOST_PICOSECONDS = 10**300
 

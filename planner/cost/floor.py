@@ -24,17 +24,6 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = [
-    "NUMBERS",
-    "Launches",
-    "Order",
-    "gathered_floor",
-    "product_floor",
-    "unary_floor",
-    "value_floor",
-    "view_launches",
-]
-
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
 _ROUNDING, _RELATIVE = 3.0, 1e-9
 

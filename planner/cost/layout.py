@@ -7,23 +7,6 @@ from collections.abc import Sequence
 
 from planner.language.spec import Gather, Operand, Spec, Term
 
-__all__ = [
-    "Layout",
-    "dense_strides",
-    "flattens",
-    "layout_of",
-    "neighbours",
-    "permuted",
-    "reordered",
-    "row_major",
-    "scattered",
-    "strides_in",
-    "strides_of",
-    "view_strides",
-    "without",
-    "without_gaps",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:

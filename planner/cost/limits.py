@@ -7,8 +7,6 @@ from typing import NamedTuple
 from planner.cost.figures import PlanCost
 from planner.language.options import Options
 
-__all__ = ["NO_LIMITS", "Limits", "keeps_within", "limits_of", "within"]
-
 
 class Limits(NamedTuple):
     """The most bytes that a plan may allocate and retain; None for no limit."""

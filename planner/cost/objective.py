@@ -9,8 +9,6 @@ from typing import Any
 from planner.cost.figures import Cost, StepCost
 from planner.language.errors import PlannerError
 
-__all__ = ["OBJECTIVES", "Objective", "StepKey", "plan_key", "step_key"]
-
 OBJECTIVES = ("time", "flops", "peak", "retained", "bytes")
 
 Objective = str | Callable[[Cost], Any]

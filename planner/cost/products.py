@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CLASSES", "SIDES", "class_rate", "most_rate"]
-
 SIDES = (1, 4, 16, 64, 256)
 """The sizes of rows, columns and terms at which rates are measured."""
 

@@ -24,8 +24,6 @@ from planner.cost.device import Device
 from planner.cost.products import CLASSES
 from planner.cost.store import cache_folder, read_json, write_json
 
-__all__ = ["Key", "cpu_name", "load_rates", "path_of", "read", "write"]
-
 FORMAT, VERSION = "planner rates", 2
 # `write` never writes nearly so much. A longer file is not read.
 MOST_BYTES = 65536

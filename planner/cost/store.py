@@ -23,18 +23,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = [
-    "cache_folder",
-    "disk_enabled",
-    "entry_path",
-    "read_json",
-    "recall",
-    "remember",
-    "use_disk",
-    "warn_of_damage",
-    "write_json",
-]
-
 # No write takes so long. A temporary file that is older was left by a process that was killed.
 ABANDONED_SECONDS = 3600
 TEMPORARY = ".writing-"

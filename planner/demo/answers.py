@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from planner.demo.cases import POOLED, THREE_SLICES
 from planner.demo.report import Comparison, bytes_text, ratio_text, seconds_text
 
-__all__ = ["Answer", "answers"]
-
 Found = Mapping[str, Comparison]
 """The comparisons of a framework, by the names of their cases."""
 

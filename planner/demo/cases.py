@@ -29,8 +29,6 @@ from planner.demo.ways import (
 )
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["POOLED", "THREE_SLICES", "Case", "Scale", "cases"]
-
 Scale = Literal["main", "full", "quick"]
 """The main cases at their authors' sizes; all cases, measured at length; all cases at small sizes."""
 

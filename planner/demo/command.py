@@ -19,8 +19,6 @@ from planner.language.errors import PlannerError
 from planner.pages.tables import Table, page_of_tables
 from planner.progress import Progress
 
-__all__ = ["main"]
-
 _WIDTH = 100
 _UNIT = re.compile(r"(?<=\d) (?=([kMG]?B|[mu]?s|min|h)\b)")
 _ABOUT = """\

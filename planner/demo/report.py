@@ -11,20 +11,6 @@ from planner.demo.runs import Row, WayFigures
 from planner.demo.ways import OURS
 from planner.pages.tables import Table
 
-__all__ = [
-    "HEADINGS",
-    "Comparison",
-    "bytes_text",
-    "case_table",
-    "gain_line",
-    "gains",
-    "header",
-    "line",
-    "ratio_text",
-    "seconds_text",
-    "table",
-]
-
 _COLUMNS = "  {:<22}{:>9}{:>10}{:>13}{:>10}{:>10}  {}"
 HEADINGS = _COLUMNS.format("", "forward", "peak", "and backward", "peak", "kept", "").rstrip()
 

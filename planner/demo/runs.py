@@ -19,19 +19,6 @@ from planner.demo.ways import Framework, Way
 from planner.tune.timing import timed
 from planner.workloads import Skew, Workload
 
-__all__ = [
-    "PAUSE_SECONDS",
-    "RUNS",
-    "JaxRun",
-    "Row",
-    "Run",
-    "TorchRun",
-    "WayFigures",
-    "differences",
-    "extrapolate",
-    "measure_case",
-]
-
 # A program pays for the memory that the one before it gave back: without a pause, equal code differs by 1.7x in
 # torch and by up to 3x in JAX (on 2 cores).
 PAUSE_SECONDS = {"torch": 0.05, "jax": 0.6}

@@ -8,29 +8,6 @@ from typing import Any, Literal
 
 from planner.workloads import Workload
 
-__all__ = [
-    "OURS",
-    "Part",
-    "Framework",
-    "Way",
-    "contraction",
-    "direct",
-    "einsum_of",
-    "flattened_gemm",
-    "gather_then_einsum",
-    "gathered_keys",
-    "opt_einsum_of",
-    "our_way",
-    "permute_flatten_matmul",
-    "separate_matmul",
-    "shared_matmul",
-    "strategy1",
-    "strategy2",
-    "strategy3",
-    "three_slices",
-    "two_step_sum",
-]
-
 Framework = Literal["torch", "jax"]
 OURS = "planner.contract"
 

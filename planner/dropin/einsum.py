@@ -16,8 +16,6 @@ from planner.language.spec import Spec
 from planner.program.frameworks import framework_of
 from planner.run import torch_compiles
 
-__all__ = ["einsum", "einsum_in", "read_arguments"]
-
 
 def einsum(*arguments: Any, **options: Any) -> Any:
     """Contract arrays as the einsum of their framework does: a drop-in for `torch.einsum`, `np.einsum`, `jnp.einsum`.

@@ -22,8 +22,6 @@ from planner.language.spec import Operand, Spec, Term, term_axes, term_gathers
 from planner.program.frameworks import framework_of
 from planner.run import torch_traces
 
-__all__ = ["ContractExpression", "contract_expression", "contract_path"]
-
 
 def contract_path(*arguments: Any, shapes: bool = False, optimize: Any = "auto", **options: Any) -> tuple[Any, Any]:
     """Return the path of a contraction, and what it costs in the words of `opt_einsum.contract_path`.

@@ -16,8 +16,6 @@ from planner.language.options import PRECISIONS
 from planner.language.parse import parse
 from planner.language.spec import Operand, Spec, stand_in
 
-__all__ = ["jax_einsum"]
-
 # Below so many FLOPs, as opt_einsum counts them, no path can win more than a search costs.
 _SMALL = 100_000
 

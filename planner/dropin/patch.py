@@ -15,8 +15,6 @@ from planner.language.errors import PlannerError
 from planner.language.resolve import shorten
 from planner.program.frameworks import BACKENDS, framework_of, load_backend
 
-__all__ = ["Patched", "patch"]
-
 
 @dataclasses.dataclass
 class Patched:

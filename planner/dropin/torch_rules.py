@@ -28,8 +28,6 @@ from planner.program.frameworks import framework_of, load_backend
 from planner.program.implementations import RunPlan
 from planner.run import torch_compiles, torch_traces
 
-__all__ = ["has_private_sum", "search_of", "torch_einsum"]
-
 
 def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Remember the results of a function of a spec. torch's compiler calls it, and does not trace it."""

@@ -13,9 +13,6 @@ from planner.inspect.text import MOST_ROWS, table_lines
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.implementations import MASK
 
-__all__ = ["Analysis", "AnalyzedStep", "Figures", "analysis_text"]
-
-
 # A measured figure is off if it differs from the predicted one by more than this factor. Small figures are not judged:
 # they would measure timers and objects of Python, not the plan.
 FACTOR = 2

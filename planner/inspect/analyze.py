@@ -18,8 +18,6 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Step
 from planner.run import check_call
 
-__all__ = ["analyze", "analyze_steps"]
-
 # If the median ratio of measured to predicted time exceeds this, the rates are not those of this machine.
 WRONG_RATES = 3
 

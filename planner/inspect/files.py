@@ -7,8 +7,6 @@ import pathlib
 
 from planner.language.errors import PlannerError
 
-__all__ = ["save"]
-
 
 def save(text: str, path: str | os.PathLike[str] | None) -> str | None:
     """Write a text to a file if a path is given, else return the text.

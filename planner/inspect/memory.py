@@ -22,25 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = [
-    "Counted",
-    "Measured",
-    "jax_buffers",
-    "jax_compiled",
-    "jax_retained",
-    "jax_temp_bytes",
-    "numpy_memory",
-    "numpy_owned",
-    "torch_allocations",
-    "torch_backward_memory",
-    "torch_counts",
-    "torch_cuda_backward_memory",
-    "torch_cuda_memory",
-    "torch_cuda_peak",
-    "torch_memory",
-    "torch_storages",
-]
-
 T = TypeVar("T")
 
 

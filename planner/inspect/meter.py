@@ -22,9 +22,6 @@ from planner.program.program import Program, Step
 from planner.run import bind_plan
 from planner.tune.timing import timed
 
-__all__ = ["Call", "Meter", "Timer", "meter_of", "of_some"]
-
-
 # A contraction as a function of operands and index arrays.
 Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 # From a call and what waits for its result to the call's seconds.

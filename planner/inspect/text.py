@@ -16,20 +16,6 @@ from planner.program.plan import NAIVE, Loop, PlanRecord
 from planner.program.program import Program, Step
 from planner.search.collectives import foretell
 
-__all__ = [
-    "comparison_text",
-    "equation",
-    "found_text",
-    "gap_text",
-    "how_text",
-    "keeps_text",
-    "kept_text",
-    "lowered_to",
-    "naive_text",
-    "plan_text",
-    "table_lines",
-]
-
 MOST_ROWS = 40
 # The column that says what a step copies. It is left out where no step does.
 _COPIES = 5

@@ -13,8 +13,6 @@ from planner.program.ops import Guard, Op
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Step
 
-__all__ = ["ImplementationVerdict", "implementations_text", "step_verdicts", "table_verdicts", "verdicts"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImplementationVerdict:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-__all__ = ["BACKEND_CACHES", "MOST_STEPS", "STEP_CACHES", "cached_by_step", "enter"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The functions that remember what they found about a step, see `cached_by_step`.

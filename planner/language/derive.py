@@ -18,8 +18,6 @@ from typing import SupportsIndex
 from planner.language.errors import ShapeError, SpecError
 from planner.language.spec import Gather, Spec, Term, is_axis, replace_gathers, term_axes, unused_letters
 
-__all__ = ["batched", "resize_spec", "slice_spec", "summable_dims", "sum_dims", "swap_with_output", "transpose"]
-
 
 def _check_resolved(spec: object, what: str) -> None:
     """Raise an error unless the spec is resolved: all its sizes are known."""

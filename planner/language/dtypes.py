@@ -9,8 +9,6 @@ import numpy as np
 
 from planner.language.errors import PlannerTypeError
 
-__all__ = ["HALF_TYPES", "ITEMSIZES", "accumulator", "asked_dtype", "dtype_name", "is_inexact", "itemsize"]
-
 HALF_TYPES = ("float16", "bfloat16")
 
 _DTYPES_BY_SIZE = {

@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = [
-    "IndexRangeError",
-    "PlannerError",
-    "PlannerLimitError",
-    "PlannerTypeError",
-    "SearchLimitError",
-    "ShapeError",
-    "SpecError",
-    "refusal_of",
-]
-
 
 class PlannerError(ValueError):
     """Base class of all errors of this library. It is raised itself for bad options and mixed frameworks.

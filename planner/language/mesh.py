@@ -10,8 +10,6 @@ from typing import Any
 from planner.language.errors import PlannerError
 from planner.language.split import Placement
 
-__all__ = ["read_mesh", "read_placement"]
-
 
 def read_mesh(mesh: Any) -> dict[str, int]:
     """Return the sizes of a mesh by the names of its axes.

@@ -7,19 +7,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from planner.language.errors import PlannerError
 
-__all__ = [
-    "INDEX_MODES",
-    "MODES",
-    "PRECISIONS",
-    "IndexMode",
-    "Options",
-    "SEARCHES",
-    "Request",
-    "check_index_mode",
-    "is_name",
-    "read_precision",
-]
-
 # The searches over all trees. "measure" finds its candidates by the search of "auto".
 SEARCHES = ("auto", "optimal", "measure")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")

@@ -13,8 +13,6 @@ import numpy as np
 from planner.language.errors import PlannerTypeError, SpecError
 from planner.language.spec import ELLIPSIS, WHITESPACE, Gather, Spec, Term, is_axis, is_letter, unused_letters
 
-__all__ = ["parse", "parse_sublists", "unpack_operands"]
-
 # A list of these numbers is not a list of operands.
 NUMBERS = (int, float, complex, np.integer)
 

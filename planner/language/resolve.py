@@ -12,8 +12,6 @@ from planner.language.errors import SearchLimitError, ShapeError, SpecError
 from planner.language.parse import parse
 from planner.language.spec import ELLIPSIS, Gather, Spec, Term, is_symbol, unused_letters
 
-__all__ = ["Resolved", "expand_ellipses", "resolve", "resolve_shapes"]
-
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
 # Searches for more operands would take minutes and more, so calls with more are refused.

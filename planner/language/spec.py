@@ -16,31 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-__all__ = [
-    "ELLIPSIS",
-    "WHITESPACE",
-    "Gather",
-    "Operand",
-    "Spec",
-    "Term",
-    "axis_of",
-    "entry_axes",
-    "gather_of",
-    "is_axis",
-    "is_letter",
-    "is_symbol",
-    "indexed_dims",
-    "largest",
-    "plain_axes",
-    "pool_letters",
-    "replace_gathers",
-    "row_axes",
-    "stand_in",
-    "term_axes",
-    "term_gathers",
-    "unused_letters",
-]
-
 ELLIPSIS = "..."
 # The characters that a spec ignores. Other Unicode spaces are axes, because `opt_einsum.get_symbol` returns them.
 WHITESPACE = " \t\n\r\f\v"

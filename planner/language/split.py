@@ -20,24 +20,6 @@ from types import MappingProxyType
 
 from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
 
-__all__ = [
-    "Entry",
-    "Placement",
-    "Split",
-    "choose_splits",
-    "dims_of_term",
-    "splittable",
-    "letter_of",
-    "local_gathers",
-    "local_spec",
-    "part_shape",
-    "place_index",
-    "place_term",
-    "axes_to_add_over",
-    "view_placement",
-    "with_sizes",
-]
-
 Entry = str | Gather
 # For each dimension of an array, the axes of the mesh that it is split over, the major one first.
 Placement = tuple[tuple[str, ...], ...]

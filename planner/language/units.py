@@ -12,8 +12,6 @@ from typing import Any
 
 from planner.language.errors import PlannerError
 
-__all__ = ["bytes_text", "count_text", "parse_bytes", "parse_seconds", "seconds_text"]
-
 # Larger counts are written as powers of ten. Floats end at 1.8e308.
 LARGEST = 10**300
 _DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -14,8 +14,6 @@ from planner.pages.figures import Moment, ticks, time_of
 from planner.pages.markup import svg, tag
 from planner.program.plan import PlanRecord
 
-__all__ = ["MOST_BARS", "time_bars", "timeline"]
-
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 400, 190, 62, 14, 30
 MOST_BARS = 40
 

@@ -20,8 +20,6 @@ from planner.program.ops import Cast, Guard
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Step
 
-__all__ = ["Edge", "Graph", "Moment", "Node", "graph_of", "moments", "ticks", "time_of"]
-
 Kind = Literal["operand", "index", "step", "guard", "loop", "result"]
 
 

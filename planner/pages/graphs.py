@@ -7,8 +7,6 @@ from planner.language.units import bytes_text
 from planner.pages.figures import Edge, Node, graph_of
 from planner.program.plan import PlanRecord
 
-__all__ = ["dot_of", "mermaid_of"]
-
 MOST_CHARACTERS = 60
 # How Mermaid writes a node's shape around its text.
 _SHAPES = {"operand": "[]", "result": "[]", "index": ("([", "])"), "guard": "()", "step": "()", "loop": ("[[", "]]")}

@@ -6,8 +6,6 @@ import pathlib
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-__all__ = ["document", "fragment", "scrolling", "svg", "tag"]
-
 
 def tag(name: str, /, *children: Element | str | None, **attributes: Any) -> Element:
     """Return an element with children, elements and texts in any order; None is left out.

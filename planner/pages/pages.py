@@ -12,8 +12,6 @@ from planner.pages.markup import document, fragment
 from planner.pages.plan_page import comparison_sections, plan_sections, title_of
 from planner.program.plan import PlanRecord
 
-__all__ = ["page_of_comparison", "page_of_plan", "part_of_comparison", "part_of_page"]
-
 Path = str | os.PathLike[str] | None
 
 

@@ -19,8 +19,6 @@ from planner.pages.tree_drawing import draw_tree
 from planner.program.plan import Loop, PlanRecord
 from planner.version import __version__
 
-__all__ = ["comparison_sections", "plan_sections", "title_of"]
-
 # For how many steps the table lists all implementations, the longest steps first. Each takes a kilobyte.
 MOST_LISTED = 100
 # The figures of a plan: how to read each from its cost, and how to write it.

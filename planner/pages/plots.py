@@ -16,8 +16,6 @@ from planner.pages.figures import Moment, graph_of, moments, time_of
 from planner.pages.tree_drawing import places_of
 from planner.program.plan import PlanRecord
 
-__all__ = ["load_pyplot", "plot_plan", "save_figure"]
-
 # Colours that stay apart in grey: dark, middle and light.
 KEPT, VALUES, SCRATCH, OVERHEAD = "#0b5d3b", "#4a8fd0", "#f0c078", "#b8c0c8"
 COMPUTE, MEMORY = "#6b4fa8", "#62b7b9"

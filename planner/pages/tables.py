@@ -12,8 +12,6 @@ from planner.inspect.files import save
 from planner.pages.markup import document, scrolling, svg, tag
 from planner.version import __version__
 
-__all__ = ["Table", "page_of_tables"]
-
 _BAR_WIDTH, _BAR_HEIGHT = 160, 12
 
 

@@ -10,8 +10,6 @@ from planner.language.resolve import shorten
 from planner.pages.figures import Graph, Node
 from planner.pages.markup import svg, tag
 
-__all__ = ["Place", "draw_tree", "places_of"]
-
 ROW, GAP, HEIGHT = 54, 120, 40
 MOST_CHARACTERS, MOST_OF_DETAIL = 34, 54
 CHARACTER = 6.7

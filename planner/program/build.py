@@ -22,8 +22,6 @@ from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
 
-__all__ = ["GradientStep", "Lowerer", "build", "given_variables", "lowerer_for"]
-
 
 class GradientStep(NamedTuple):
     """A step of the backward program that computes gradients of a forward step's children.

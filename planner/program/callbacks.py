@@ -13,8 +13,6 @@ from typing import Any
 
 from planner.program.contraction import Contraction
 
-__all__ = ["Callbacks", "callbacks", "enter"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Callbacks:

@@ -18,8 +18,6 @@ from planner.program.contraction import Contraction
 from planner.program.ops import Op
 from planner.program.program import Step
 
-__all__ = ["Indices", "Member", "PreparedRun", "RangedIndices", "Run", "SizeReader", "Stepwise", "shape_in", "size_in"]
-
 Indices = Mapping[Gather, Any]
 # From a step's inputs and the index arrays in range to its results.
 Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]

@@ -14,8 +14,6 @@ from planner.language.resolve import Resolved
 from planner.language.spec import Operand, gather_of, is_symbol, stand_in
 from planner.language.split import Entry, Placement
 
-__all__ = ["Contraction", "OnMesh", "at_numbers"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contraction:

@@ -10,21 +10,6 @@ from typing import Literal
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, entry_axes, plain_axes, term_axes, term_gathers
 
-__all__ = [
-    "GroupedForm",
-    "PooledForm",
-    "ProductForm",
-    "RowsForm",
-    "TakenForm",
-    "grouped_form",
-    "inner_product",
-    "known_product",
-    "pooled_form",
-    "product_form",
-    "rows_form",
-    "taken_form",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductForm:

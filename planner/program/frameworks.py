@@ -12,9 +12,6 @@ from typing import Any
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.program.implementations import Backend
 
-__all__ = ["BACKENDS", "HOW_GIVEN", "beside_jax", "framework_of", "is_stand_in", "labelled", "load_backend",
-           "operands_framework"]  # fmt: skip
-
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.
 HOW_GIVEN = "give the operands one by one, or all of them in one list or tuple"

@@ -35,8 +35,6 @@ from planner.program.ops import Cast, Einsum, Guard, Op
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
-__all__ = ["add_guards", "dropped_brackets", "dropping_bytes", "guard_bytes", "index_bytes", "mark_bytes"]
-
 # Bytes of the single numbers that a step allocates: zeros to put in, sums to look at.
 _NUMBERS = 64
 

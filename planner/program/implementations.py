@@ -32,8 +32,6 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import CompiledPeak, Programs, Step
 from planner.program.tree import Tree
 
-__all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "RunPlan", "Table", "form_row"]
-
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 

@@ -32,28 +32,6 @@ from planner.program.plan import Loop, PlanRecord, without_loops
 from planner.program.program import Programs
 from planner.program.tree import Leaf, Node, Tree, change_tree, keep_nothing, nodes_of
 
-__all__ = [
-    "Axes",
-    "Part",
-    "covers",
-    "device_in_loop",
-    "least_seconds",
-    "lie_as_expected",
-    "loop_cost",
-    "loop_layouts",
-    "loop_node",
-    "loop_over",
-    "parts",
-    "plan_of_tree",
-    "resize_nodes",
-    "resize_ops",
-    "resize_plan",
-    "resize_steps",
-    "resize_tree",
-    "slice_counts",
-    "slice_of",
-]
-
 # The axes that a loop cuts and the sizes of their slices.
 Axes = tuple[tuple[str, int], ...]
 # Seconds that XLA takes for each element of a slice that is cut along an array's innermost axis. Chain-ijkl cut along l

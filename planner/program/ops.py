@@ -18,8 +18,6 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, plain_axes, term_axes, term_gathers
 
-__all__ = ["Cast", "Einsum", "Gradients", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:

@@ -20,8 +20,6 @@ from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
 from planner.program.tree import Node, Tree, change_ops, change_tree, nodes_of, path_of
 
-__all__ = ["NAIVE", "AnyPlan", "Loop", "LoopGradient", "PlanRecord", "at_symbols", "find_loop", "without_loops"]
-
 # The origin of a naive plan.
 NAIVE = "naive"
 

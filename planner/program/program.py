@@ -19,8 +19,6 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.program.ops import Guard, Op, PricedImplementation
 
-__all__ = ["CompiledPeak", "Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
-
 Keep = Literal["all", "some", "inputs"]
 
 

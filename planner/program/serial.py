@@ -26,8 +26,6 @@ from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Node, flatten, tree_depth, unflatten
 
-__all__ = ["decode", "encode", "plan_from_json", "plan_to_json"]
-
 VERSION = 1
 # Deeper trees are written as lists: programs that read JSON refuse what is nested too deeply.
 MOST_DEPTH = 50

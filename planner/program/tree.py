@@ -10,25 +10,6 @@ from typing import Any
 from planner.language.spec import Spec, Term, plain_axes, term_axes, term_gathers
 from planner.program.ops import Einsum, Op
 
-__all__ = [
-    "FlatNode",
-    "Leaf",
-    "Node",
-    "Tree",
-    "change_ops",
-    "change_tree",
-    "find_needs",
-    "flatten",
-    "keep_nothing",
-    "kept_nodes",
-    "merge_takes",
-    "nodes_of",
-    "path_of",
-    "read_by_gradients",
-    "tree_depth",
-    "unflatten",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:

@@ -20,8 +20,6 @@ from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting
 from planner.search.space import AUTO, PATH_STOP, SearchSpace
 
-__all__ = ["Alternative", "alternatives"]
-
 # From left to right the values of a network of more operands have hundreds of axes, and pricing them takes a minute.
 MOST_LEFT_TO_RIGHT = 200
 

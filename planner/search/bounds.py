@@ -14,8 +14,6 @@ from planner.program.frameworks import load_backend
 from planner.program.guards import index_bytes
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["least_by_sizes", "least_of_loops", "least_of_naive", "lower_bound"]
-
 # All trees are looked at for up to so many operands.
 MOST_OPERANDS = 12
 

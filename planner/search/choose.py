@@ -25,8 +25,6 @@ from planner.search.slicing import allocates_little, fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
-__all__ = ["find_bound", "is_as_lean_as_einsum", "make_plan", "naive_plan"]
-
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 _SLACK_BYTES = 2**16
 # Plans of at most so many operands are searched for again, if they take so many times what the search thought, or more

@@ -42,8 +42,6 @@ from planner.program.plan import AnyPlan, Loop, PlanRecord
 from planner.program.program import Step
 from planner.program.tree import change_ops
 
-__all__ = ["Collective", "add_exchanges", "collectives", "exchange_pricer", "foretell", "whole_plan"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Collective:

@@ -43,9 +43,6 @@ from planner.search.refine import prefer_autograd
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
 
-__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "WIDE", "Family", "class_of", "families_of", "family_of", "first_long",
-           "is_small", "make_family_plan", "wide_axes"]  # fmt: skip
-
 # Sizes up to this are classes of their own.
 EXACT = 16
 # Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for

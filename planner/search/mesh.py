@@ -23,8 +23,6 @@ from planner.language.split import (
 )
 from planner.program.contraction import Contraction, OnMesh
 
-__all__ = ["put_on_mesh"]
-
 
 def put_on_mesh(
     whole: Contraction, operands: Sequence[Any], indices: Mapping[str, Any], mesh: Any, placements: Any

@@ -15,8 +15,6 @@ from planner.program.ops import Cast, Einsum
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
-__all__ = ["TreePart", "axis_part", "large_part", "loop_part", "parts_to_cut", "whole_part"]
-
 # For how many sizes of large values parts are cut out.
 MOST_SIZES = 2
 

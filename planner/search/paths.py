@@ -14,8 +14,6 @@ from planner.language.spec import term_axes
 from planner.search.exact.network import Network, bits
 from planner.search.exact.steps import Splits, all_splits
 
-__all__ = ["PATH_NAMES", "external_path", "is_path_name", "splits_of"]
-
 Path = tuple[tuple[int, ...], ...]
 
 

@@ -13,8 +13,6 @@ from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
-__all__ = ["is_fastest_kept", "keep_inputs", "order_children", "prefer_autograd", "quicken_steps"]
-
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How much memory a plan may take that autograd runs, if another takes less: the naive one's, or so much.

@@ -35,8 +35,6 @@ from planner.program.tree import Tree, keep_nothing, nodes_of
 from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
 from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
-__all__ = ["allocates_little", "can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
-
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096

@@ -36,16 +36,6 @@ from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
-__all__ = [
-    "ADDITIVE",
-    "AUTO",
-    "PATH_STOP",
-    "SLICE_STOP",
-    "Candidate",
-    "SearchSpace",
-    "run_searches",
-]
-
 # The objectives that are sums over steps.
 ADDITIVE = ("time", "flops", "bytes")
 # What searches may do: with "auto", with "optimal", over a path, and for the trees of a slice, of which there may be

@@ -27,8 +27,6 @@ from planner.program.tree import Leaf, Node, Tree
 from planner.search.paths import PATH_NAMES
 from planner.version import __version__
 
-__all__ = ["LEAST_PRICED", "LEAST_WORK", "recall_plan", "remembered"]
-
 # A search that priced fewer steps is not remembered: 200 take some 50 ms. Reading a plan takes 2 to 20 ms.
 LEAST_PRICED = 200
 # The disk is not asked about a contraction without limits of which the exact search would score fewer steps: the

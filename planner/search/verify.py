@@ -21,8 +21,6 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.search.family import make_family_plan
 
-__all__ = ["accept_plan", "keep_fitting"]
-
 # How many searches run before the one for the least peak. Each costs its own time and a compilation, about a second.
 MOST_SEARCHED = 3
 

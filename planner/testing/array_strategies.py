@@ -14,8 +14,6 @@ from planner.testing.problem import DTYPES, Array, small_integers, strided_view
 from planner.testing.reference import exact_range
 from planner.testing.strategy_tools import check_flag, check_names, check_range, check_shape, sampled
 
-__all__ = ["INDEX_DTYPES", "indices", "operands"]
-
 INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
 # For longer index arrays a seed is drawn instead of each element.

@@ -16,20 +16,6 @@ from hypothesis import strategies as st
 from planner.language.spec import ELLIPSIS, Spec, gather_of, term_axes
 from planner.testing.strategy_tools import chance, is_drawn, sampled
 
-__all__ = [
-    "FEATURES",
-    "MOST_AXES",
-    "DrawnArray",
-    "Written",
-    "axes_of",
-    "drawn_spec",
-    "read_spec",
-    "sizes_to_choose",
-    "text_of",
-    "tie",
-    "wrong_sizes",
-]
-
 FEATURES = frozenset(
     {
         "gather",  # index arrays in inputs

@@ -17,8 +17,6 @@ from planner.language.spec import Operand
 from planner.plan import Plan
 from planner.testing.problem import Array, Problem
 
-__all__ = ["Engine", "engine_of", "installed"]
-
 # Plans do not count copies of index arrays: in range, flattened, broadcast. If index arrays are long and the other
 # arrays are small, these copies are most of what is allocated.
 _INDEX_COPIES = 6

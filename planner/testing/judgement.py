@@ -23,8 +23,6 @@ from planner.program.implementations import Implementation
 from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import exact_range
 
-__all__ = ["Broken", "Subject", "allowed", "differs", "raising", "steps_of", "terms_of"]
-
 
 class Broken(Exception):
     """A law does not hold.

@@ -27,9 +27,6 @@ from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import absolute, exact_range, magnitude, reference_gradients, second_derivatives
 from planner.testing.steps import lowerings
 
-__all__ = ["LAWS", "Law", "agreement"]
-
-
 # --- values and derivatives ---------------------------------------------------------------------
 
 

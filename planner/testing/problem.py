@@ -13,8 +13,6 @@ from planner.language.resolve import resolve, resolve_shapes
 from planner.language.spec import Spec
 from planner.testing.reference import exact_bound, exact_range, output_shape, reference, reference_gradients
 
-__all__ = ["DTYPES", "FLOATS", "Array", "Problem", "small_integers", "strided_view"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")

@@ -32,17 +32,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "absolute",
-    "exact_bound",
-    "exact_range",
-    "magnitude",
-    "output_shape",
-    "reference",
-    "reference_gradients",
-    "second_derivatives",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 Axis: TypeAlias = Hashable  # a character, a label of the sublist form, or ("...", places from the right)
 Sizes: TypeAlias = Mapping[Any, int] | Sequence[int] | None

@@ -10,8 +10,6 @@ from planner.pages.markup import tag
 from planner.pages.tables import Table, page_of_tables
 from planner.testing.problem import Problem
 
-__all__ = ["Failure", "Report", "Verdict"]
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:

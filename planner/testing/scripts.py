@@ -14,8 +14,6 @@ from planner.testing.engines import engine_of
 from planner.testing.judgement import Subject
 from planner.testing.problem import Array, Problem
 
-__all__ = ["of_gradients", "of_memory", "of_step", "of_values", "vectors_of"]
-
 _IMPORTS = {"numpy": (), "torch": ("import torch",), "jax": ("import jax", "import jax.numpy as jnp")}
 # Operands with more elements are drawn again from their seed, not written as code.
 _MOST_ELEMENTS = 256

@@ -31,8 +31,6 @@ from planner.tune.tiles import tune_tiles
 from planner.tune.timing import block_seconds
 from planner.version import __version__
 
-__all__ = ["Timings", "candidates", "key_of", "autotune", "time_programs"]
-
 MOST_CANDIDATES = 4
 # Predictions are rarely off by a larger factor, so plans that are predicted to be slower are not timed. Neither are
 # plans that could fill the memory.

@@ -12,8 +12,6 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program
 from planner.program.tree import change_ops
 
-__all__ = ["tune_tiles"]
-
 # A tiling must be faster by this factor. A smaller difference may be noise.
 CLEARLY = 0.97
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["block_seconds", "least_seconds", "timed"]
-
 T = TypeVar("T")
 
 

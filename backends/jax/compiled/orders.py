@@ -10,8 +10,6 @@ from planner.language.derive import swap_with_output
 from planner.language.spec import Spec
 from planner.program.forms import known_product
 
-__all__ = ["DotOrders", "dot_orders"]
-
 
 class DotOrders(NamedTuple):
     """In which order XLA multiplies the axes of a product, those of size 1 left out.

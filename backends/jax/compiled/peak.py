@@ -44,8 +44,6 @@ from planner.program.forms import inner_product
 from planner.program.ops import Cast, Guard
 from planner.program.program import Step, Variable
 
-__all__ = ["compiled_peak"]
-
 Axes = tuple[str, ...]
 Order = tuple[int, ...]
 

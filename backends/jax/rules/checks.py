@@ -17,8 +17,6 @@ from planner.backends.jax.step import step_p, tangent_p
 from planner.language.spec import Gather
 from planner.program.ops import Op
 
-__all__: list[str] = []
-
 # JAX has no public way to register a check. A version without these names reports nothing.
 with contextlib.suppress(ImportError):
     from jax._src import checkify

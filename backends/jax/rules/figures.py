@@ -9,8 +9,6 @@ from planner.backends.jax.evaluation import Mode
 from planner.backends.jax.step import step_p, tangent_p
 from planner.program.ops import Op
 
-__all__: list[str] = []
-
 # It imports absl, which JAX does not install.
 with contextlib.suppress(ImportError):
     from jax.experimental import roofline

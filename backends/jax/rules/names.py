@@ -18,8 +18,6 @@ from typing import Any
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-__all__ = ["name_call"]
-
 TARGET = "planner_partitioned_call"
 # What JAX knows of a call, by its name, and the programs of one device. Both forget the oldest.
 _CALLS: dict[bytes, Any] = {}

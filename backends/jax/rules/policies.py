@@ -20,8 +20,6 @@ from planner.backends.jax.step import step_p
 from planner.language.spec import term_axes
 from planner.program.ops import Einsum, Op
 
-__all__: list[str] = []
-
 # What policies return besides booleans has no public names.
 _RECOMPUTE = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=(), names_which_can_be_offloaded=(), offload_src="device", offload_dst="pinned_host"

@@ -17,8 +17,6 @@ from planner.backends.jax.guards import Guards
 from planner.backends.jax.step import SINGLE_GRADIENT_INPUTS, TANGENT_STEPS, bind_step, gradient_op, step_p, tangent_p
 from planner.program.ops import JointGradient, Op
 
-__all__: list[str] = []
-
 # The coefficients of a value by order, the value itself first.
 Series = Sequence[Any]
 

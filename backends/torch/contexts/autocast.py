@@ -12,8 +12,6 @@ from planner.backends.torch.contexts.modes import autocasts
 from planner.backends.torch.ops import promote
 from planner.language.spec import Spec, term_axes
 
-__all__ = ["autocast_changes", "autocast_dtype", "autocast_state", "in_region"]
-
 _opt_einsum = torch.backends.opt_einsum
 # The types of devices that autocast knows, by the names that it has for them.
 _DEVICES = {name.lower(): f"Autocast{name}" for name in ("CPU", "CUDA", "MPS", "XPU", "MTIA", "MAIA")}

@@ -19,8 +19,6 @@ from planner.language.options import Request
 from planner.language.parse import unpack_operands
 from planner.program.callbacks import callbacks
 
-__all__ = ["contract", "group", "run_plan"]
-
 # Dynamo takes no plan as an argument, and preparing an index array looks at its values. So these calls run outside of
 # the compiled program.
 run_plan = disable(callbacks().run_plan, reason="call planner.contract, which plans while it is recorded")

@@ -27,8 +27,6 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program
 from planner.program.serial import plan_from_json
 
-__all__ = ["count_native", "product_flops", "register_flops"]
-
 Shape = Sequence[int]
 
 

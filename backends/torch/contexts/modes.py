@@ -12,12 +12,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "below_transforms", "carries_tangents",
-           "checkpoints", "compiles", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint",
-           "hooked", "in_functorch", "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts",
-           "transform", "transformed", "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual",
-           "watched"]  # fmt: skip
-
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack

@@ -18,8 +18,6 @@ from planner.program.implementations import Table
 from planner.program.ops import Op
 from planner.program.program import Program, Step
 
-__all__ = ["Range", "named_native", "named_program", "profiler"]
-
 # `profiler._is_profiler_enabled` says whether a profiler is on.
 profiler: Any = torch.autograd.profiler
 Range = torch._C._profiler._RecordFunctionFast

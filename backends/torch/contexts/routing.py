@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from planner.backends.common.routing import Routing
 
-__all__ = ["EINSUM", "RoutingMode"]
-
 # Modes and objects that override functions see a call first, as they see one of torch's own einsum.
 EINSUM = Routing("torch", lambda: torch.functional.einsum, has_torch_function)
 

@@ -30,8 +30,6 @@ from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.frameworks import labelled
 
-__all__ = ["divided", "is_distributed"]
-
 Shape = tuple[int, ...]
 # One placement for each dimension of the mesh.
 Placements = tuple[Any, ...]

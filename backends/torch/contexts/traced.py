@@ -58,9 +58,6 @@ from planner.program.frameworks import load_backend
 from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 
-__all__ = ["backward_operator", "contract_gradient", "executable_for", "forward_operator", "join_indices", "opaque",
-           "operator_arguments", "run_backward", "run_forward", "separate_gradients", "wide_result"]  # fmt: skip
-
 
 def opaque(executable: Executable, x: Tensor) -> bool:
     """Return whether a plan that is not native runs as operators: a tracer records, or a mode is active.

@@ -46,8 +46,6 @@ from planner.program.forms import RowsForm, SummedForm, TakenForm, rows_form, su
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
-__all__ = ["TAKE", "indexed_rows"]
-
 # The row that takes rows. Where a compiler records its steps they are torch's own operators.
 TAKE = "take, Triton"
 

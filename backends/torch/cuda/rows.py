@@ -39,19 +39,6 @@ from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import JointGradient, Op
 
-__all__ = [
-    "CUT",
-    "DTYPES",
-    "LAUNCHES",
-    "TABLES",
-    "cuda_kernels",
-    "cuda_rows",
-    "grouped_mm_kernels",
-    "kernel_function",
-    "order_bytes",
-    "product_rate",
-]
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The launches of a call with a prepared index. `Device.group_seconds` is what sorting an index takes.
 LAUNCHES = 1

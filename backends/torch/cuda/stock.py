@@ -12,8 +12,6 @@ from planner.language.spec import plain_axes, term_axes, term_gathers
 from planner.program.forms import known_product
 from planner.program.ops import Op
 
-__all__ = ["batch_seconds", "card_work"]
-
 # `Device.add_row_seconds` is measured with rows of so many elements.
 _ADDED = 16
 # How many times as long as a copy the products of a batch take to move their bytes.

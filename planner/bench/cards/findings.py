@@ -9,8 +9,6 @@ from typing import Any
 
 from planner.kernels.tiled_product import measured
 
-__all__ = ["adopt", "is_wrong", "write_findings"]
-
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 
 

@@ -28,8 +28,6 @@ from planner.bench.card import (
     rate_items,
 )
 
-__all__ = ["CARD", "JaxCard"]
-
 # Sizes of N, I, J, K and the number of groups.
 _TINY = ((50, 2, 5, 7, 4),)
 _SIZES = (

@@ -29,8 +29,6 @@ from planner.testing.laws import LAWS, Law, both
 from planner.testing.problem import Problem
 from planner.testing.strategies import problems
 
-__all__ = ["CudaEngine", "main"]
-
 # Laws of memory measure the CPU's allocators; the paths and the strides are the planner's, whatever runs them.
 _NAMES = ("every lowering", "gradients", "index modes", "second derivatives")
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "int32")

@@ -25,8 +25,6 @@ from triton.runtime.driver import driver
 from planner.kernels.segment_sum import triton_sum
 from planner.kernels.tiled_product import triton_axes
 
-__all__ = ["Kernel", "Launch", "stand_in"]
-
 
 @dataclasses.dataclass(slots=True)
 class Kernel:

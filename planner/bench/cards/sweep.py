@@ -27,8 +27,6 @@ from planner.program.calls import RangedIndices
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 
-__all__ = ["CHANGES", "PROBLEMS", "TINY", "Product", "precisions", "product_of", "with_tiles"]
-
 _SPEC = "nij, q[n]jk -> nik"
 _ROWS = {
     "forward": "grouped matmul, Triton",

@@ -33,8 +33,6 @@ from planner.bench.card import (
 from planner.bench.cards.torch_checks import TorchChecks
 from planner.cost.device import H200
 
-__all__ = ["CARD", "TorchCard"]
-
 
 class TorchCard(TorchChecks):
     """Torch on its GPU, or on a CPU for `--smoke`; the methods are described in `planner.bench.card.Card`."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-__all__ = ["TorchChecks"]
-
 # Sizes of N, I, J, K and the number of groups.
 _TINY = ((50, 2, 5, 7, 4), (130, 1, 20, 33, 3))
 _SIZES = (

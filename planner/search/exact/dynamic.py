@@ -57,8 +57,6 @@ from planner.search.exact.steps import (
     ascending,
 )
 
-__all__ = ["Search"]
-
 FRONT_LIMIT = 128
 FEW_STATUSES = 4
 

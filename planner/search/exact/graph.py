@@ -15,8 +15,6 @@ from planner.program.ops import Op
 from planner.program.tree import Tree
 from planner.search.exact.steps import Key
 
-__all__ = ["Edge", "StepGraph", "first_of", "pack", "unpack"]
-
 # A key is four integers; in one integer each takes this many bits.
 _BITS = 192
 # Ties are decided by the last three up to this size. Thousands of them can be added up.

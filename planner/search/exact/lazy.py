@@ -28,8 +28,6 @@ from planner.search.exact.sizes import has_tables, number_of
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 from planner.search.exact.vectors import VectorListing
 
-__all__ = ["LazySearch", "Stop"]
-
 # From so many operands on, steps are listed by numpy.
 VECTOR_OPERANDS = 5
 # After so many prices, steps that differ in the names of axes share one. The chosen steps are priced by their own names

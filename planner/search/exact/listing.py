@@ -25,8 +25,6 @@ from planner.search.exact.steps import NETWORK, Orders, SearchEnded, Splits, all
 # So many edges or fewer are bounded one by one, which takes 4 us each; numpy takes 40 us for all.
 FEW_EDGES = 8
 
-__all__ = ["Bounds", "fused_terms", "kernel_launches", "launches_of", "list_edges", "list_plain_edges", "set_keys"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:

@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, entry_axes, pool_letters, replace_gathers
 
-__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
-
 POOL, ROWS, SCATTER = 0, 1, 2
 # Networks of so many operands share what does not depend on sizes.
 MOST_SHARED = 4

@@ -17,8 +17,6 @@ import numpy as np
 from planner.cost.floor import Launches
 from planner.search.exact.network import POOL, ROWS, SCATTER, Bits, Network, Status, Value
 
-__all__ = ["BLOCK", "StepSizes", "ValueSizes", "has_tables", "number_of", "row_launches", "sizes_of", "split_blocks"]
-
 # How many steps numpy looks at at once.
 BLOCK = 1 << 15
 # The most axes of a bit set in an integer of 64 bits, and the most gathers: each multiplies the kinds of products by

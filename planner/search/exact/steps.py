@@ -19,22 +19,6 @@ from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
 from planner.search.exact.network import Network, Status, Value
 
-__all__ = [
-    "NETWORK",
-    "UNKNOWN",
-    "Key",
-    "NetworkSteps",
-    "Orders",
-    "SearchEnded",
-    "SearchResult",
-    "Splits",
-    "Vector",
-    "add_keys",
-    "all_splits",
-    "ascending",
-    "order_of",
-]
-
 Key = tuple[int, ...]
 Vector = tuple[Any, ...]
 Splits = Callable[[int], Iterable[tuple[int, int]]]

@@ -25,8 +25,6 @@ from planner.search.exact.listing import Bounds
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits
 from planner.search.exact.vectors import VectorListing, least_rows, tree_steps
 
-__all__ = ["SplitFilter"]
-
 # Bounds are sums of floats.
 SLACK = 1 + 1e-9
 

@@ -19,8 +19,6 @@ from planner.search.exact.network import Network, Value
 from planner.search.exact.sizes import BLOCK, ValueSizes, number_of, row_launches, sizes_of, split_blocks
 from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
-__all__ = ["VectorListing", "least_rows", "tree_steps"]
-
 # Up to how many operands the bounds of steps are kept for a second look.
 KEPT_OPERANDS = 14
 # A search lists the steps of trees that cost at most so many times what a greedy tree costs by bounds. It lists more if

@@ -21,8 +21,6 @@ from planner.progress import Progress
 from planner.search.exact.network import Network
 from planner.search.many.reconfigure import MOST_CUT, Estimate, OrderTree, axes_of_values
 
-__all__ = ["Improved", "NumberedNetwork", "improved_path", "number_axes", "random_greedy", "steps_of"]
-
 # How many random greedy trees are improved, how many of the best are improved further, and in how many rounds.
 STARTS, FINALISTS, ROUNDS = 8, 3, 6
 # Beyond this number of operands times rounds there are fewer rounds, but two at least.

@@ -34,8 +34,6 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import itemsize
 
-__all__ = ["MOST_CUT", "Estimate", "OrderTree", "StepSizes", "axes_of_values", "estimate_of"]
-
 # The table of splits of ten operands has 28,501 rows; each operand more triples it.
 MOST_CUT = 10
 # Steps that cost less than this share of the average step are not the root of a part.
