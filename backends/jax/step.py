@@ -12,7 +12,7 @@ module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -225,13 +225,12 @@ def _multilinear(
             views=views,
             guards=guards,
         )
-    total = None
+    parts: list[Any] = []
     for i in active:
         swapped = list(primals)
         swapped[i] = tangents[i]
-        (part,) = bind_step(op, swapped, mode, views, guards)
-        total = part if total is None else ad.add_jaxvals(total, part)
-    return total
+        parts += bind_step(op, swapped, mode, views, guards)
+    return reduce(ad.add_jaxvals, parts)
 
 
 def _joint(op: Op, lower: Lowerer | None) -> bool:
@@ -394,17 +393,12 @@ mlir.register_lowering(tangent_p, _tangent_lowering)
 
 def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     result = tangent_p.bind(*primals, op=op, mode=mode, views=views, guards=guards)
-    total = None
-    indices = primals[4:]
+    parts: list[Any] = []
     for role in _ROLES:
         tangent = tangents[role.argument]
         if _is_nonzero(tangent):
-            arguments = (*role.inputs(tangent, primals), *indices)
-            (part,) = bind_step(op, arguments, mode, views, guards)
-            total = part if total is None else ad.add_jaxvals(total, part)
-    if total is None:
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
-    return result, total
+            parts += bind_step(op, (*role.inputs(tangent, primals), *primals[4:]), mode, views, guards)
+    return result, reduce(ad.add_jaxvals, parts) if parts else ad.Zero(jax.typeof(result).to_tangent_aval())
 
 
 def _tangent_transpose(
