@@ -86,14 +86,15 @@ class SearchSpace:
         self.network = Network(self.resolved.spec)
         plain = not self.resolved.spec.gathers
         self.fused = tuple(plain and backend.fuses_cast(o.dtype, self.dtype) for o in self.operands)
-        self.steps = self._steps_on(self.network)
+        self.steps = self.steps_on(self.network)
         # When searches end by the clock; None if they end when their work is done.
         deadline = self.options.deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
         self._exchange = exchange_pricer(contraction)
 
-    def _steps_on(self, network: Network) -> NetworkSteps:
+    def steps_on(self, network: Network) -> NetworkSteps:
+        """Return the steps of the contraction's trees on a network of it."""
         return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
 
     def choices(
@@ -172,83 +173,10 @@ class SearchSpace:
             limits = limits._replace(memory=limits.memory - self.index_bytes)
         choices = self.stock_choices if as_run else self.naive_choices
         lower = Lowerer(choices, step_key(objective)) if naive else self.lowerer(objective)
-        chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
-        additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
-        # With many operands a path has many steps.
-        more = OPERAND_WORK * len(self.operands)
-
-        def search_of(steps: NetworkSteps, work: int, **options: Any) -> Search:
-            keep: Literal["all", "any"] = "any" if chooses else "all"
-            return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
-
-        def search_lazily(stop: Stop, splits: Splits | None = None) -> SearchResult:
-            return self._lazy_search(lower, objective, stop).run(splits)
-
-        def along(path: Any) -> SearchResult | None:
-            splits = splits_of(path, len(self.operands))
-            keeps = chooses or limits != NO_LIMITS
-            fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
-            work += more
-            few = self._steps_on(Network(self.resolved.spec, few=True))
-            sets = few.network.prepare(path)
-            if not naive:
-                for front in fronts:
-                    with contextlib.suppress(SearchLimitError):
-                        return search_of(few, work, front_limit=front).run(splits, sets)
-            try:
-                return search_of(few, work, front_limit=fronts[-1], takes_first=True).run(splits, sets)
-            except SearchLimitError:
-                if not keeps:
-                    raise
-                return None  # another path may be within the limits
-
+        search = _TreeSearch(self, lower, objective, limits, naive)
         if path is not None:
-            if not naive and len(self.network.gathers) <= MOST_FACTORS:
-                sets, splits = self.network.prepare(path), splits_of(path, len(self.operands))
-                with contextlib.suppress(SearchLimitError):
-                    if additive:
-                        listed = PATH_STOP._replace(priced=PATH_WORK + more, listed=PATH_STOP.listed + 10 * more)
-                        return search_lazily(listed, splits), lower
-                    return search_of(self.steps, PATH_WORK + more).run(splits, sets), lower
-            return along(path), lower
-        if additive:
-            try:
-                return search_lazily(stop._replace(deadline=self.ends)), lower
-            except (KeyboardInterrupt, SearchEnded) as end:
-                # Nothing is priced yet.
-                greedy = along(self.path("greedy"))
-                if greedy is None:
-                    raise
-                interrupted = isinstance(end, KeyboardInterrupt)
-                return dataclasses.replace(greedy, exact=False, interrupted=interrupted, bound=0), lower
-        work = stop.scored
-        if len(self.operands) <= 2:
-            return search_of(self.steps, work).run(), lower
-        best = along(self.path("greedy"))
-        try:
-            # Partial plans with peaks take twice as long to compare.
-            if chooses and (limits.memory is not None or objective == "peak"):
-                work //= 2
-            allowed: Splits = all_splits
-            if self.is_filtered:
-                from planner.search.exact.survivors import SplitFilter
-
-                bounds = self.step_bounds(objective if objective in ADDITIVE else "time")
-                repeats = objective == "retained" and all(self.requires)
-                few = SplitFilter(self.steps, self.requires, bounds, repeats, self.ends)
-                if limits.memory is not None:
-                    few.drop_above_peak(limits.memory)
-                for tree in few.good_trees(objective == "peak", limits.memory is not None):
-                    with contextlib.suppress(SearchLimitError):
-                        found = search_of(self.steps, work, front_limit=FILTER_FRONT, ends=self.ends).run(tree)
-                        best = min(filter(None, (best, found)), key=attrgetter("score"), default=None)
-                allowed = few.splits(objective, best)
-            bound = best.score if best else None
-            return search_of(self.steps, work, bound=bound, ends=self.ends).run(allowed), lower
-        except (KeyboardInterrupt, SearchEnded) as end:
-            if best is None:
-                raise
-            return dataclasses.replace(best, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
+            return search.over_path(path), lower
+        return (search.over_all_lazily(stop) if search.additive else search.over_all_with_fronts(stop)), lower
 
     @property
     def has_plain_bounds(self) -> bool:
@@ -267,9 +195,10 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
-        return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
+        return self.lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
 
-    def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
+    def lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
+        """Return the search without limits for a sum over steps."""
         return LazySearch(self.steps, lower, self.step_bounds(objective), stop, self._exchange is None)
 
     def step_bounds(self, objective: str) -> Bounds:
@@ -317,6 +246,103 @@ class SearchSpace:
         if objective in ADDITIVE and limits == NO_LIMITS:
             return gathers == 0 or steps <= stop.listed
         return steps <= MOST_TRIED * stop.scored
+
+
+class _TreeSearch:
+    """One search of a space; `SearchSpace.search` describes it, and its arguments.
+
+    Attributes:
+        additive: whether what it minimises is a sum over steps, without limits.
+        chooses: whether it chooses what is kept together with the tree.
+    """
+
+    def __init__(self, space: SearchSpace, lower: Lowerer, objective: str, limits: Limits, naive: bool) -> None:
+        self.space, self.lower, self.objective, self.limits, self.naive = space, lower, objective, limits, naive
+        self.additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
+        self.chooses = any(space.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
+        # With many operands a path has many steps.
+        self._more = OPERAND_WORK * len(space.operands)
+
+    def over_path(self, path: Any) -> SearchResult | None:
+        """Search over the trees of a path, with gathers at any place unless that takes too long."""
+        space = self.space
+        if not self.naive and len(space.network.gathers) <= MOST_FACTORS:
+            sets, splits = space.network.prepare(path), splits_of(path, len(space.operands))
+            with contextlib.suppress(SearchLimitError):
+                if self.additive:
+                    stop = PATH_STOP._replace(priced=PATH_WORK + self._more, listed=PATH_STOP.listed + 10 * self._more)
+                    return space.lazy_search(self.lower, self.objective, stop).run(splits)
+                return self._with_fronts(space.steps, PATH_WORK + self._more).run(splits, sets)
+        return self._over_path_with_few_places(path)
+
+    def over_all_lazily(self, stop: Stop) -> SearchResult:
+        """Search over all trees for the least sum over steps; if that is interrupted, along the greedy path."""
+        try:
+            return self.space.lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends)).run()
+        except (KeyboardInterrupt, SearchEnded) as end:
+            # Nothing is priced yet.
+            greedy = self._over_path_with_few_places(self.space.path("greedy"))
+            if greedy is None:
+                raise
+            interrupted = isinstance(end, KeyboardInterrupt)
+            return dataclasses.replace(greedy, exact=False, interrupted=interrupted, bound=0)
+
+    def over_all_with_fronts(self, stop: Stop) -> SearchResult | None:
+        """Search over all trees with a front of plans for each value; if interrupted, return the best so far."""
+        space, limits, work = self.space, self.limits, stop.scored
+        if len(space.operands) <= 2:
+            return self._with_fronts(space.steps, work).run()
+        best = self._over_path_with_few_places(space.path("greedy"))
+        try:
+            # Partial plans with peaks take twice as long to compare.
+            if self.chooses and (limits.memory is not None or self.objective == "peak"):
+                work //= 2
+            allowed: Splits = all_splits
+            if space.is_filtered:
+                from planner.search.exact.survivors import SplitFilter
+
+                bounds = space.step_bounds(self.objective if self.objective in ADDITIVE else "time")
+                repeats = self.objective == "retained" and all(space.requires)
+                few = SplitFilter(space.steps, space.requires, bounds, repeats, space.ends)
+                if limits.memory is not None:
+                    few.drop_above_peak(limits.memory)
+                for tree in few.good_trees(self.objective == "peak", limits.memory is not None):
+                    with contextlib.suppress(SearchLimitError):
+                        search = self._with_fronts(space.steps, work, front_limit=FILTER_FRONT, ends=space.ends)
+                        best = min(filter(None, (best, search.run(tree))), key=attrgetter("score"), default=None)
+                allowed = few.splits(self.objective, best)
+            bound = best.score if best else None
+            return self._with_fronts(space.steps, work, bound=bound, ends=space.ends).run(allowed)
+        except (KeyboardInterrupt, SearchEnded) as end:
+            if best is None:
+                raise
+            return dataclasses.replace(best, exact=False, interrupted=isinstance(end, KeyboardInterrupt))
+
+    def _over_path_with_few_places(self, path: Any) -> SearchResult | None:
+        """Search over the trees of a path with few places for gathers, in the end for gathers of whole operands only.
+
+        Return None if none of them is within the limits, or the search for one would take too long.
+        """
+        splits = splits_of(path, len(self.space.operands))
+        keeps = self.chooses or self.limits != NO_LIMITS
+        fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+        work += self._more
+        few = self.space.steps_on(Network(self.space.resolved.spec, few=True))
+        sets = few.network.prepare(path)
+        if not self.naive:
+            for front in fronts:
+                with contextlib.suppress(SearchLimitError):
+                    return self._with_fronts(few, work, front_limit=front).run(splits, sets)
+        try:
+            return self._with_fronts(few, work, front_limit=fronts[-1], takes_first=True).run(splits, sets)
+        except SearchLimitError:
+            if not keeps:
+                raise
+            return None  # another path may be within the limits
+
+    def _with_fronts(self, steps: NetworkSteps, work: int, **options: Any) -> Search:
+        keep: Literal["all", "any"] = "any" if self.chooses else "all"
+        return Search(steps, self.space.requires, self.lower, self.objective, keep, work, self.limits, **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
