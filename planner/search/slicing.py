@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.figures import Cost
-from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
+from planner.cost.limits import NO_LIMITS, keeps_within, limits_of
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
@@ -90,63 +90,17 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     search = _LoopSearch(space, rival.programs, tuple(trees), rival.cost if competes else None)
     if small:
         search.steps_left, search.searches = PRICED_STEPS_RIVALLED, False
-
-    def excess(candidate: Candidate) -> int:
-        """Return the bytes by which a candidate exceeds the limits."""
-        cost = candidate.cost
-        pairs = ((cost.peak_bytes, limits.memory), (cost.retained_bytes, limits.retain))
-        return sum(max(0, size - limit) for size, limit in pairs if limit is not None)
-
-    def rank(candidate: Candidate) -> Any:
-        return (excess(candidate), *key(candidate.cost))
-
-    def leanest_of_the_fast(tried: Sequence[Candidate], first: Candidate) -> Candidate:
-        most = (TIES if options.limited else CLOSE) * first.cost.seconds
-        fast = [c for c in tried if excess(c) == excess(first) and c.cost.seconds <= most]
-        return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, rank(candidate)))
-
-    def best_of(tried: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best candidate; if time decides without limits, the leanest of the fast ones before it."""
-        first = min(tried, key=rank)
-        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
-        return [best] if best is first or options.limited else [best, first]
-
-    previous: Candidate | None = None
-    looped = candidates
-    for _ in range(MOST_LOOPS if options.limited or options.minimize != "time" else 1):
-        tried = search.price_parts(looped, limits)
-        looped = sorted(tried, key=rank)[:MOST_NESTED]
-        if not looped or (previous is not None and rank(looped[0]) >= rank(previous)):
-            break
-        previous = looped[0]
-        yield from best_of(tried)
-        if options.limited and keeps_within(previous.cost, limits):
-            break
+    yield from search.around_parts(candidates)
     if search.large and limits.memory is not None and not allowed:
         for candidate in search.price_many_axes(rival.tree, limits.memory):
             yield candidate
             if keeps_within(candidate.cost, limits):
                 return
-    axes: Axes = ()
-    previous = None
-    for _ in range(MOST_LOOPS):
-        tried = search.price_another_axis(axes)
-        if not tried:
-            break
-        first = min(tried, key=rank)
-        if previous is not None and rank(first) >= rank(previous):
-            break
-        previous = first
-        best, *others = best_of(tried)
-        yield from (best, *others)
-        assert best.loop is not None
-        axes = best.loop.axes
-        if keeps_within(best.cost, limits) and (small or not allowed or len(axes) > 1):
-            break
+    yield from search.around_all(1 if small or not allowed else 2)
 
 
 class _LoopSearch:
-    """Prices loops, until it has priced as many steps as it may.
+    """Finds loops, until it has priced as many steps as it may.
 
     Args:
         space: the contraction, and the searches on it.
@@ -157,7 +111,7 @@ class _LoopSearch:
 
     def __init__(self, space: SearchSpace, whole: Programs, trees: Sequence[Tree], rival: Cost | None) -> None:
         self.space, self.whole, self.trees = space, whole, trees
-        options = space.options
+        options, self.limits = space.options, limits_of(space.options)
         self.key = plan_key(options.minimize)
         self.rival = None if rival is None else self.key(rival)
         self.steps_left = PRICED_STEPS_LIMITED if options.limited else PRICED_STEPS
@@ -169,6 +123,64 @@ class _LoopSearch:
         keys = ("time", "peak") if options.limited or options.minimize in ("peak", "retained") else ("time",)
         device = device_in_loop(space.device, space.backend)
         self.lowerers = {key: lowerer_for(space.backend, device, key) for key in keys}
+
+    def around_parts(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield candidates with loops around parts of their trees: with one, then with one more in the best, and so on.
+
+        It ends once one is within the limits, or if nothing gets better.
+        """
+        options, previous = self.space.options, None
+        for _ in range(MOST_LOOPS if options.limited or options.minimize != "time" else 1):
+            tried = self.price_parts(candidates)
+            candidates = sorted(tried, key=self._rank)[:MOST_NESTED]
+            if not candidates or (previous is not None and self._rank(candidates[0]) >= self._rank(previous)):
+                return
+            previous = candidates[0]
+            yield from self._best_of(tried)
+            if options.limited and keeps_within(previous.cost, self.limits):
+                return
+
+    def around_all(self, least_axes: int) -> Iterator[Candidate]:
+        """Yield candidates with a loop around the whole tree: over one axis, then over one more, and so on.
+
+        It ends once one over `least_axes` axes is within the limits, or if nothing gets better.
+        """
+        axes: Axes = ()
+        previous = None
+        for _ in range(MOST_LOOPS):
+            tried = self.price_another_axis(axes)
+            if not tried:
+                return
+            first = min(tried, key=self._rank)
+            if previous is not None and self._rank(first) >= self._rank(previous):
+                return
+            previous = first
+            best, *others = self._best_of(tried)
+            yield from (best, *others)
+            assert best.loop is not None
+            axes = best.loop.axes
+            if keeps_within(best.cost, self.limits) and len(axes) >= least_axes:
+                return
+
+    def _best_of(self, tried: Sequence[Candidate]) -> list[Candidate]:
+        """Return the best candidate; if time decides without limits, the leanest of the fast ones before it."""
+        first, options = min(tried, key=self._rank), self.space.options
+        best = self._leanest_of_the_fast(tried, first) if options.minimize == "time" else first
+        return [best] if best is first or options.limited else [best, first]
+
+    def _leanest_of_the_fast(self, tried: Sequence[Candidate], first: Candidate) -> Candidate:
+        most = (TIES if self.space.options.limited else CLOSE) * first.cost.seconds
+        fast = [c for c in tried if self._excess(c) == self._excess(first) and c.cost.seconds <= most]
+        return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, self._rank(candidate)))
+
+    def _rank(self, candidate: Candidate) -> Any:
+        return (self._excess(candidate), *self.key(candidate.cost))
+
+    def _excess(self, candidate: Candidate) -> int:
+        """Return the bytes by which a candidate exceeds the limits."""
+        cost, limits = candidate.cost, self.limits
+        pairs = ((cost.peak_bytes, limits.memory), (cost.retained_bytes, limits.retain))
+        return sum(max(0, size - limit) for size, limit in pairs if limit is not None)
 
     def is_over(self) -> bool:
         """Whether as many steps as allowed are priced, or the deadline is over."""
@@ -238,7 +250,7 @@ class _LoopSearch:
             if elements(max(results, key=elements)) * width <= limit:
                 yield from self._price(tuple(cut), (tree,))
 
-    def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
+    def price_parts(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return trees with one more loop, over an axis of their largest values, in smaller and smaller slices.
 
         The loop goes around a part of the tree, which may hold other loops, or inside of another loop. Under limits
@@ -247,11 +259,11 @@ class _LoopSearch:
         if len(self.space.operands) > MOST_PART_OPERANDS:
             return []
         left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
-        priced = list(self._price_parts(candidates, limits))
+        priced = list(self._price_parts(candidates))
         self.steps_left += left - left // PART_SHARE
         return priced
 
-    def _price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> Iterator[Candidate]:
+    def _price_parts(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         for candidate in {candidate.tree: candidate for candidate in candidates}.values():
             for key, lower in self.lowerers.items():
                 loop = partial(_loop_around, self.space, key=key, lower=lower)
@@ -265,10 +277,10 @@ class _LoopSearch:
                         if priced is None:
                             break
                         yield priced
-                        if limits != NO_LIMITS and larger is not None:
+                        if self.space.options.limited and larger is not None:
                             # Smaller slices help no more if the peak is elsewhere, or if they are slower.
                             slower = self.key(priced.cost) >= self.key(larger.cost)
-                            enough = keeps_within(priced.cost, limits) or self.is_beaten([priced], [larger])
+                            enough = keeps_within(priced.cost, self.limits) or self.is_beaten([priced], [larger])
                             if priced.cost.peak_bytes >= larger.cost.peak_bytes or (slower and enough):
                                 break
                         larger = priced
