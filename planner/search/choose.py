@@ -237,6 +237,54 @@ def _with_copies(programs: Programs, copies_of: Callable[[Op], Sequence[int]]) -
     )
 
 
+class _Found:
+    """The candidates that the searches for one plan have found so far.
+
+    Attributes:
+        candidates: the candidates.
+        interrupted: whether Ctrl-C ended a search. After it none begins.
+    """
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, self.limits, self._key = space, limits_of(space.options), plan_key(space.options.minimize)
+        self.candidates: list[Candidate] = []
+        self.interrupted = False
+        self._searched: set[tuple[str, Limits, bool]] = set()
+
+    def add(self, more: Iterable[Candidate]) -> None:
+        """Collect candidates until Ctrl-C."""
+        if self.interrupted:
+            return
+        try:
+            for candidate in more:
+                self.candidates.append(candidate)
+                self.interrupted |= candidate.interrupted
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def search(self, objectives: Iterable[str], limits: Limits = NO_LIMITS, quicker: bool = False) -> None:
+        """Run the searches for some objectives that did not run yet."""
+        for objective in objectives:
+            if (objective, limits, quicker) not in self._searched:
+                self._searched.add((objective, limits, quicker))
+                found = _candidates(self.space, objective, limits)
+                self.add((quicken_steps(self.space, candidate) for candidate in found) if quicker else found)
+
+    def best(self) -> Candidate | None:
+        """Return the best candidate."""
+        return min(self.candidates, key=lambda c: self._key(c.cost), default=None)
+
+    def best_allowed(self) -> Candidate | None:
+        """Return the best candidate within the limits."""
+        allowed = [c for c in self.candidates if keeps_within(c.cost, self.limits)]
+        best = min(allowed, key=lambda c: self._key(c.cost), default=None)
+        if best is not None and self.limits == NO_LIMITS and self.space.options.minimize == "time":
+            best = fastest(allowed)
+        if best is None or not self.interrupted:
+            return best
+        return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
+
+
 def _best(
     space: SearchSpace, given: Callable[[SearchSpace], Candidate] | None, loops: bool
 ) -> tuple[Candidate, list[Candidate]]:
@@ -250,73 +298,38 @@ def _best(
     Raises:
         PlannerLimitError: no candidate is within the limits.
     """
-    options = space.options
-    key = plan_key(options.minimize)
-    limits = limits_of(options)
+    options, found = space.options, _Found(space)
+    limits, candidates = found.limits, found.candidates
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
-    candidates: list[Candidate] = []
-    searched: set[tuple[str, Limits, bool]] = set()
-    interrupted = False
-
-    def consider(more: Iterable[Candidate]) -> None:
-        """Collect candidates until Ctrl-C. After it, start no further search."""
-        nonlocal interrupted
-        if interrupted:
-            return
-        try:
-            for candidate in more:
-                candidates.append(candidate)
-                interrupted |= candidate.interrupted
-        except KeyboardInterrupt:
-            interrupted = True
-
-    def search(objectives: Iterable[str], limits: Limits = NO_LIMITS, quicker: bool = False) -> None:
-        """Run the searches for some objectives that did not run yet."""
-        for objective in objectives:
-            if (objective, limits, quicker) not in searched:
-                searched.add((objective, limits, quicker))
-                found = _candidates(space, objective, limits)
-                consider((quicken_steps(space, candidate) for candidate in found) if quicker else found)
-
-    def best_allowed() -> Candidate | None:
-        """Return the best candidate within the limits."""
-        allowed = [c for c in candidates if keeps_within(c.cost, limits)]
-        best = min(allowed, key=lambda c: key(c.cost), default=None)
-        if best is not None and limits == NO_LIMITS and options.minimize == "time":
-            best = fastest(allowed)
-        if best is None or not interrupted:
-            return best
-        return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
-
     if given is not None:
-        consider([given(space)])
+        found.add([given(space)])
     else:
-        search(objectives)
-    best = min(candidates, key=lambda c: key(c.cost), default=None)
+        found.search(objectives)
+    best = found.best()
     if best is not None and _lies_badly(space, best):
-        search(ADDITIVE)
-        best = min(candidates, key=lambda c: key(c.cost))
+        found.search(ADDITIVE)
+        best = found.best()
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
-        search(OBJECTIVES)  # the search for the least peak does not know what guards need
-        best = min(candidates, key=lambda c: key(c.cost))
+        found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
+        best = found.best()
     if best is None or not keeps_within(best.cost, limits):
-        search(objectives, limits)
-        within_limits = best_allowed()
+        found.search(objectives, limits)
+        within_limits = found.best_allowed()
         if within_limits is None or not within_limits.proven:
             # Searches for other objectives may find what this one missed: they choose steps with less scratch, and
             # they may search other trees where not all can be searched.
-            search(["retained"], quicker=True)
-            search(["peak"], Limits(None, options.retain_limit), quicker=True)
-        if best_allowed() is None and space.index_bytes:
-            search(OBJECTIVES)  # the searches do not know what guards need: any of their results may do
+            found.search(["retained"], quicker=True)
+            found.search(["peak"], Limits(None, options.retain_limit), quicker=True)
+        if found.best_allowed() is None and space.index_bytes:
+            found.search(OBJECTIVES)  # the searches do not know what guards need: any of their results may do
     if candidates and loops:
         tried: Iterable[Candidate] = candidates
         if given is None and best is not None and not allocates_little(best.programs):
             tried = _with_slow_ones(space, candidates)  # loops may go around any tree
-        consider(loop_candidates(space, tuple(tried)))
-    chosen = best_allowed()
+        found.add(loop_candidates(space, tuple(tried)))
+    chosen = found.best_allowed()
     if chosen is None:
-        raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
+        raise KeyboardInterrupt if found.interrupted else _limit_error(candidates, limits)
     return chosen, candidates
 
 
