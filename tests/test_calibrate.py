@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import installed_frameworks
 from laws import tiny
+from looped import make_loop
 
 import planner
 from planner.calibrate import command as calibrate
@@ -19,7 +20,6 @@ from planner.cost import rates
 from planner.cost.device import CPU, GPU, H200, PRESETS, gpu_preset
 from planner.cost.figures import Work
 from planner.cost.products import CLASSES, SIDES, class_rate
-from planner.search.slicing import make_loop
 from planner.tune import timing
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")

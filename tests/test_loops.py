@@ -16,6 +16,7 @@ from engines import in_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from laws import exact_problems, hold, judge, needing_gradients, note_language, values_and_gradients
+from looped import make_loop
 
 import planner
 from planner.bench.planning import MAKERS
@@ -28,7 +29,7 @@ from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node
 from planner.search.bounds import least_by_sizes, least_of_loops
 from planner.search.parts import _cut_out, axis_part, large_part
-from planner.search.slicing import can_be_cut, make_loop, worth_cutting
+from planner.search.slicing import can_be_cut, worth_cutting
 from planner.search.space import OPTIMAL, PATH_STOP, SearchSpace
 from planner.testing.problem import Problem
 from planner.tune.autotune import candidates

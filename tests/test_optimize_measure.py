@@ -12,6 +12,7 @@ import pytest
 from conftest import Clock, examples
 from hypothesis import given, settings
 from laws import assert_equal, exact_problems
+from looped import make_loop
 from test_signatures import deterministic
 
 import planner
@@ -19,7 +20,6 @@ from planner.cost import store as remember
 from planner.cost.objective import plan_key
 from planner.program import implementations as protocol
 from planner.program.serial import encode
-from planner.search.slicing import make_loop
 from planner.tune import autotune as measure
 from planner.tune.tiles import tune_tiles
 

@@ -12,12 +12,12 @@ import pytest
 from conftest import examples
 from engines import Ask, in_each
 from laws import MODES, assert_equal, exact_problems, hold, note_language, oracle
+from looped import make_loop
 from test_loops import cut, nodes_of, some_loop
 
 import planner
 from planner.program.plan import Loop
 from planner.search.parts import large_part
-from planner.search.slicing import make_loop
 from planner.testing.problem import Problem
 
 

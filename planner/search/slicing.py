@@ -13,7 +13,7 @@ from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, keeps_within, limits_of
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
-from planner.language.errors import PlannerError, SearchLimitError
+from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer, lowerer_for
 from planner.program.contraction import Contraction
@@ -29,7 +29,7 @@ from planner.program.loops import (
     slice_of,
 )
 from planner.program.ops import Einsum
-from planner.program.plan import Loop, PlanRecord
+from planner.program.plan import Loop
 from planner.program.program import Programs
 from planner.program.tree import Tree, keep_nothing, nodes_of
 from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
@@ -380,7 +380,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_nothing(resize_tree(tree, whole)) for tree in trees]
 
 
-def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower: Lowerer | None = None) -> Tree:
+def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower: Lowerer) -> Tree:
     """Return a tree with a loop around a part of it.
 
     Args:
@@ -437,22 +437,3 @@ def _price_tree(space: SearchSpace, tree: Tree, lower: Lowerer) -> Candidate | N
     """
     programs = space.programs(tree, lower)
     return Candidate(programs, tree, lower, False, "sliced") if lie_as_expected(programs) else None
-
-
-def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: TreePart | None = None) -> PlanRecord:
-    """Return a plan with the same tree that goes slice by slice, whatever it costs.
-
-    Args:
-        plan: a plan; if its tree has a loop, that one runs in each slice.
-        axes: the size of a slice for each axis that is cut, the outermost first.
-        around: the part of the tree to cut; all of it by default.
-
-    Raises:
-        PlannerError: there can be no loop around that part.
-    """
-    space, key = SearchSpace(plan.contraction), plan.options.objective
-    tree = _loop_around(space, around or whole_part(plan.contraction, plan.tree), tuple(axes.items()), key)
-    looped = _price_tree(space, tree, space.lowerer(key))
-    if looped is None:
-        raise PlannerError("values lie in another order than the loop expects")
-    return dataclasses.replace(plan, tree=looped.tree, programs=looped.programs, proven=False, origin="sliced")
