@@ -200,7 +200,7 @@ def test_no_product_of_torch_takes_less_than_its_views_say(seed):
             operands.append(planner.Operand(shape, "float32", strides_of(layout, shape), draw.random() < 0.5))
         spec = ",".join(map("".join, terms)) + "->" + "".join(output)
         space = SearchSpace(planner.plan(spec, *operands, backend="torch", optimize="greedy").contraction)
-        search = space.lazy_search(space.lowerer("time"), "time", OPTIMAL)
+        search = space._lazy_search(space.lowerer("time"), "time", OPTIMAL)
         assert search.bounds.more is not None
         edges = list_plain_edges(space.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
         products = {(edge.result, *edge.children): edge for edge in edges if len(edge.children) == 2}

@@ -86,15 +86,14 @@ class SearchSpace:
         self.network = Network(self.resolved.spec)
         plain = not self.resolved.spec.gathers
         self.fused = tuple(plain and backend.fuses_cast(o.dtype, self.dtype) for o in self.operands)
-        self.steps = self.steps_on(self.network)
+        self.steps = self._steps_on(self.network)
         # When searches end by the clock; None if they end when their work is done.
         deadline = self.options.deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
         self._exchange = exchange_pricer(contraction)
 
-    def steps_on(self, network: Network) -> NetworkSteps:
-        """Return the steps of the contraction's trees on a network of it."""
+    def _steps_on(self, network: Network) -> NetworkSteps:
         return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
 
     def choices(
@@ -195,10 +194,9 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
-        return self.lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
+        return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
 
-    def lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
-        """Return the search without limits for a sum over steps."""
+    def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
         return LazySearch(self.steps, lower, self.step_bounds(objective), stop, self._exchange is None)
 
     def step_bounds(self, objective: str) -> Bounds:
@@ -271,21 +269,19 @@ class _TreeSearch:
             with contextlib.suppress(SearchLimitError):
                 if self.additive:
                     stop = PATH_STOP._replace(priced=PATH_WORK + self._more, listed=PATH_STOP.listed + 10 * self._more)
-                    return space.lazy_search(self.lower, self.objective, stop).run(splits)
+                    return space._lazy_search(self.lower, self.objective, stop).run(splits)
                 return self._with_fronts(space.steps, PATH_WORK + self._more).run(splits, sets)
         return self._over_path_with_few_places(path)
 
     def over_all_lazily(self, stop: Stop) -> SearchResult:
         """Search over all trees for the least sum over steps; if that is interrupted, along the greedy path."""
         try:
-            return self.space.lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends)).run()
+            return self.space._lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends)).run()
         except (KeyboardInterrupt, SearchEnded) as end:
-            # Nothing is priced yet.
-            greedy = self._over_path_with_few_places(self.space.path("greedy"))
+            greedy = self._over_path_with_few_places(self.space.path("greedy"))  # nothing is priced yet
             if greedy is None:
                 raise
-            interrupted = isinstance(end, KeyboardInterrupt)
-            return dataclasses.replace(greedy, exact=False, interrupted=interrupted, bound=0)
+            return dataclasses.replace(greedy, exact=False, interrupted=isinstance(end, KeyboardInterrupt), bound=0)
 
     def over_all_with_fronts(self, stop: Stop) -> SearchResult | None:
         """Search over all trees with a front of plans for each value; if interrupted, return the best so far."""
@@ -311,23 +307,20 @@ class _TreeSearch:
                         search = self._with_fronts(space.steps, work, front_limit=FILTER_FRONT, ends=space.ends)
                         best = min(filter(None, (best, search.run(tree))), key=attrgetter("score"), default=None)
                 allowed = few.splits(self.objective, best)
-            bound = best.score if best else None
-            return self._with_fronts(space.steps, work, bound=bound, ends=space.ends).run(allowed)
+            last = self._with_fronts(space.steps, work, bound=best.score if best else None, ends=space.ends)
+            return last.run(allowed)
         except (KeyboardInterrupt, SearchEnded) as end:
             if best is None:
                 raise
             return dataclasses.replace(best, exact=False, interrupted=isinstance(end, KeyboardInterrupt))
 
     def _over_path_with_few_places(self, path: Any) -> SearchResult | None:
-        """Search over the trees of a path with few places for gathers, in the end for gathers of whole operands only.
-
-        Return None if none of them is within the limits, or the search for one would take too long.
-        """
+        """Search over a path with few places for gathers, at last only of whole operands; None if no tree is found."""
         splits = splits_of(path, len(self.space.operands))
         keeps = self.chooses or self.limits != NO_LIMITS
         fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
         work += self._more
-        few = self.space.steps_on(Network(self.space.resolved.spec, few=True))
+        few = self.space._steps_on(Network(self.space.resolved.spec, few=True))
         sets = few.network.prepare(path)
         if not self.naive:
             for front in fronts:
