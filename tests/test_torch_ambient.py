@@ -628,6 +628,26 @@ def test_prepared_indices_move_with_their_module():
 
 
 @pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
+def test_stacked_modules_with_prepared_indices(mode):
+    """`torch.func.stack_module_state` makes one array of the index arrays of all modules."""
+    bad = [7, -9] if mode != "raise" else [1, 2]
+    modules, a = [Graph(torch.tensor([n, 3, 1, *bad, n]), 4, mode) for n in range(3)], small(6, 6, grad=False)
+    parameters, buffers = torch.func.stack_module_state(modules)
+
+    def call(parameters, buffers, a):
+        return torch.func.functional_call(modules[0], (parameters, buffers), (a,)).nan_to_num()
+
+    def gradients(parameters, buffers, a):
+        return torch.func.grad(lambda ps: call(ps, buffers, a).square().sum())(parameters)["weight"]
+
+    expected = torch.stack([module(a).nan_to_num() for module in modules])
+    equal([torch.func.vmap(call, (0, 0, None))(parameters, buffers, a)], [expected])
+    firsts = [torch.autograd.grad(module(a).nan_to_num().square().sum(), module.weight)[0] for module in modules]
+    equal([torch.func.vmap(gradients, (0, 0, None))(parameters, buffers, a)], [torch.stack(firsts)])
+    assert torch.equal(modules[0](a).nan_to_num(), expected[0])  # nothing of the stack is left behind
+
+
+@pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
 def test_prepared_indices_are_in_the_state(mode):
     bad = [7, -9] if mode != "raise" else [1, 2]
     q, other = torch.tensor([0, 3, 1, 1, *bad]), torch.tensor([3, 2, 1, 0, 0, 0])

@@ -395,6 +395,8 @@ def _fusable(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     is_usual = usual(*operands)
+    if not is_usual and in_functorch():
+        indices = _unsorted_batches(indices)
     if executable.drops and (is_usual or not (in_functorch() or is_recorded(operands[0]))):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
@@ -405,6 +407,13 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
     if executable.programs.backward is None:
         return run_forward(executable, operands, indices)[0]
     return (record_usual if is_usual else record)(executable, operands, indices)
+
+
+def _unsorted_batches(indices: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the index arrays, with only the values of those prepared ones of which `vmap` holds many as one."""
+    if not any(isinstance(q, TorchIndex) and unseen(q.values) for q in indices.values()):
+        return indices
+    return {n: q.values if isinstance(q, TorchIndex) and unseen(q.values) else q for n, q in indices.items()}
 
 
 def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:

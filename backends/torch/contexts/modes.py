@@ -16,7 +16,7 @@ __all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "bel
            "checkpoints", "compiles", "deterministic", "differ", "fixed", "forward_mode", "grad_enabled", "hint",
            "hooked", "in_functorch", "is_symbol", "only_grads", "only_stock", "over_batch", "records", "scripts",
            "transform", "transformed", "under_grads", "unscripted", "unwatched", "unwrap", "unwrapped", "usual",
-           "watched"]  # fmt: skip
+           "watched", "whole"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
@@ -71,12 +71,21 @@ def under_grads(*tensors: Any) -> list[torch.Tensor] | None:
         return None
     inside = []
     for x in tensors:
-        while _is_wrapped(x):
-            x = _inside(x)
+        x = whole(x)
         if type(x) not in _TENSORS or x.is_meta:
             return None
         inside.append(x)
     return inside
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Return what is inside of a tensor that transforms of `torch.func` wrap: under `vmap` all arrays of the batch.
+
+    Its values can be looked at, within `below_transforms`.
+    """
+    while _is_wrapped(x):
+        x = _inside(x)
+    return x
 
 
 def below_transforms() -> Any:
