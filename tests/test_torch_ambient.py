@@ -708,6 +708,46 @@ def test_calls_of_plans_check_devices():
     assert plan(a.to("meta"), c.to("meta"), q=q.to("meta")).is_meta
 
 
+WRONG_CALLS = {
+    "dtype": lambda a, c, q: ((a.double(), c), {"q": q}),
+    "shape": lambda a, c, q: ((a[:3], c), {"q": q}),
+    "count": lambda a, c, q: ((a,), {"q": q}),
+    "no operand": lambda a, c, q: ((), {"q": q}),
+    "device": lambda a, c, q: ((a, c.to("meta")), {"q": q}),
+    "framework": lambda a, c, q: ((a.detach().numpy(), c), {"q": q}),
+    "array": lambda a, c, q: ((a.tolist(), c), {"q": q}),
+    "sparse": lambda a, c, q: ((a.to_sparse(), c), {"q": q}),
+    "no index": lambda a, c, q: ((a, c), {}),
+    "name": lambda a, c, q: ((a, c), {"r": q}),
+    "two names": lambda a, c, q: ((a, c), {"q": q, "r": q}),
+    "index dtype": lambda a, c, q: ((a, c), {"q": q.float()}),
+    "index shape": lambda a, c, q: ((a, c), {"q": q[:5]}),
+    "index framework": lambda a, c, q: ((a, c), {"q": q.numpy()}),
+    "sparse index": lambda a, c, q: ((a, c), {"q": q.to_sparse()}),
+    "prepared for another size": lambda a, c, q: ((a, c), {"q": planner.group(q, 9)}),
+    "prepared in another mode": lambda a, c, q: ((a, c), {"q": planner.group(q, 4, "drop")}),
+    "value": lambda a, c, q: ((a, c), {"q": q + 9}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_of_a_plan_are_refused_after_good_ones(name):
+    """A plan remembers which arrays were checked."""
+    a, c, q = gathered()
+    operands, index = WRONG_CALLS[name](a, c, q)
+    messages = []
+    for good in 0, 2:
+        plan = planner.plan(GATHERED, a, c, q=q)
+        for _ in range(good):
+            plan(a, c, q=q)
+            plan(a, c, q=planner.group(q, 4))
+        with pytest.raises(planner.PlannerError) as caught:
+            plan(*operands, **index)
+        messages.append((type(caught.value), str(caught.value)))
+        planner.caches().clear()
+    assert messages[0] == messages[1]
+
+
 def test_calls_of_plans_see_strides():
     """Operands of other strides are taken, but a memory limit holds for those that the plan was made for."""
     spec, a, b = "ijk, jlk -> il", small(6, 3, 4), small(3, 5, 4)
