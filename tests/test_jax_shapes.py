@@ -1,6 +1,7 @@
 """Sizes in JAX: contractions at the symbolic sizes of `jax.export`, and calls of sizes that were not met before."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from laws import exact_problems
 
 import planner
+from planner.language.options import INDEX_MODES
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 
@@ -171,6 +173,26 @@ def test_transforms_at_symbolic_sizes():
     arrays = numbers(7, 3), numbers(4, 3, 4), jnp.arange(7, dtype="int32") % 4
     for found, expected in zip(program.call(*arrays), jax.jit(run)(*arrays), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", INDEX_MODES)
+def test_vmap_over_an_axis_of_symbolic_size(mode):
+    """Calls whose own sizes are numbers, one of which would run a grouped kernel with a joint gradient."""
+
+    def run(a, c, q, x):
+        rows = partial(planner.contract, "nij,q[n]jk->nik", index_mode=mode)
+        sums = partial(planner.contract, "nj->q[n]j", sizes={"q": 24}, index_mode=mode)
+        multiply = jax.vmap(lambda a, c, q: rows(a, c, q=q), (0, None, 0))
+        add = jax.vmap(lambda x, q: sums(x, q=q), (None, 0))
+        loss = lambda a, c, x: (multiply(a, c, q) ** 2).sum() + (add(x, q) ** 2).sum()  # noqa: E731
+        return multiply(a, c, q), add(x, q), *jax.grad(loss, (0, 1, 2))(a, c, x)
+
+    program = exported(run, array(N, 128, 1, 8), array(24, 8, 8), array(N, 128, dtype="int32"), array(128, 2))
+    for count in (2, 3):
+        q = jnp.arange(128 * count, dtype="int32").reshape(count, 128) % 24
+        arrays = numbers(count, 128, 1, 8), numbers(24, 8, 8), q, numbers(128, 2)
+        for found, expected in zip(program.call(*arrays), jax.jit(run)(*arrays), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_an_index_array_that_is_known_reads_a_pool_of_any_size():
