@@ -330,6 +330,13 @@ def test_results_are_weakly_typed_as_those_of_einsum():
         assert taken.weak_type
         assert (taken + half[:2]).dtype == jnp.bfloat16
     assert not planner.contract("i->i", floats, dtype="float16").weak_type
+    with jax.enable_x64(True):  # whole numbers that promote to floats make weak ones
+        for signed, wide in (("int8", "uint64"), ("int64", "uint64"), ("int64", "uint32")):
+            operands = jnp.ones(3, signed), jnp.ones(3, wide)
+            got, wanted = (einsum("i,i->i", *operands) for einsum in (planner.contract, jnp.einsum))
+            assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
+    with jax.numpy_dtype_promotion("strict"):  # a dtype that is asked for is promoted to, beside a weak operand too
+        assert planner.contract("i,i,i->i", floats, half, jnp.ones(3), dtype="float32").dtype == "float32"
 
 
 HALF, FLOAT = jnp.ones(3, "bfloat16"), jnp.ones(3)

@@ -100,10 +100,13 @@ class JaxBackend(Backend):
     def fuses_cast(self, source: str, dtype: str) -> bool:
         """Return whether steps read a dtype as it is.
 
-        They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be.
+        They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be. Of a
+        complex dtype JAX asks that of its real part.
         """
+        part = itemsize(dtype) // (1 + jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating))
         with jax.numpy_dtype_promotion("standard"):  # whether they may be mixed was asked before
-            return itemsize(source) <= itemsize(dtype) and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
+            fits = itemsize(source) <= part or source == dtype
+            return fits and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

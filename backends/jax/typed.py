@@ -60,10 +60,15 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
 
 
 def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
-    """Return a result weakly typed where that of `jnp.einsum` is: if the operand that decides the dtype is."""
-    if not any([getattr(x, "weak_type", False) for x in operands]):
+    """Return a result weakly typed where that of `jnp.einsum` is.
+
+    It is if the operand that decides the dtype is. It is also if none does: whole numbers of which some are uint64 and
+    some have a sign are promoted to weakly typed floats.
+    """
+    if any([x.dtype == result.dtype and not getattr(x, "weak_type", False) for x in operands]):
         return result
-    dtype, weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
+    with jax.numpy_dtype_promotion("standard"):  # whether they may be mixed was asked before
+        dtype, weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
     if not weak or dtype != result.dtype:
         return result
     return convert_element_type_p.bind(result, new_dtype=dtype, weak_type=True, sharding=None)
