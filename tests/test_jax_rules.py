@@ -142,6 +142,16 @@ def test_checkify_reports_a_bad_index_under_jit(name):
     assert_same(got, CHECKED[name](Q))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64"])
+def test_checkify_reports_an_index_as_it_is(dtype):
+    for value in (np.iinfo(dtype).max, np.iinfo(dtype).min or 5, 5):
+        with jax.enable_x64("64" in dtype):
+            q = jnp.asarray([[0, 1, 2], [3, value, 0]], dtype)
+            call = jax.jit(lambda q: planner.contract("q[mn]jk->mnk", C, q=q))
+            error, _ = checkify.checkify(call, errors=checkify.index_checks)(q)
+        assert f"index array 'q'[1, 1] is {value}, outside of [-4, 4)" in error.get()
+
+
 def by_rows(x, q):
     return planner.contract("nj,q[n]jk->nk", x, C, q=q).sum()
 
