@@ -152,6 +152,14 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     return in_range(_JAX, raw, gather, MODES[mode])
 
 
+def _as_jax(values: Any) -> Any:
+    """Return a prepared index array's values as an array of JAX: `jax.device_get` makes NumPy arrays of a pytree's."""
+    if not isinstance(values, np.ndarray):
+        return values
+    with jax.ensure_compile_time_eval():  # so that they can be checked under `jit`
+        return jnp.asarray(values)
+
+
 class _Checked:
     """What a pytree of a prepared index knows besides the values, and which array it was made of.
 
@@ -266,8 +274,8 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
         if isinstance(raw, JaxIndex):
             for gather in gathers:
                 raw.read(gather, mode)
-            values[name], checked = raw.values, not raw.may_drop
-            raw = raw.values
+            checked, raw = not raw.may_drop, _as_jax(raw.values)
+            values[name] = raw
             if checked:
                 continue
         symbolic = any(is_symbol(gather.size) for gather in gathers)  # so nothing is known to be out of range
