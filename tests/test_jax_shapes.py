@@ -145,6 +145,21 @@ def test_an_exported_program_can_be_stored_with_its_gradient():
             np.testing.assert_array_equal(x, y)
 
 
+def test_an_exported_program_that_takes_a_prepared_index_array_can_be_stored():
+    pytest.importorskip("flatbuffers", reason="jax.export stores programs by flatbuffers, which is not installed")
+    a, c, q = numbers(4, 3), numbers(2, 3, 5), planner.group(jnp.asarray([0, 1, 1, -1]), 2)
+    program = exported(lambda a, c, q: planner.contract("nj,q[n]jk->nk", a, c, q=q), a, c, q)
+    stored = export.deserialize(program.serialize(vjp_order=1))
+    for same in (q, planner.group(jnp.asarray([1, 1, 0, 0]), 2)):
+        expected, wanted = jax.vjp(lambda a, c, q=same: jnp.einsum("nj,njk->nk", a, c[q.values]), a, c)
+        result, pull = jax.vjp(lambda a, c, q=same: stored.call(a, c, q), a, c)
+        np.testing.assert_array_equal(result, expected)
+        for x, y in zip(pull(result), wanted(expected), strict=True):
+            np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match="size=2, index_mode='drop'"):
+        stored.call(a, c, planner.group(q.values, 2, index_mode="drop"))
+
+
 def test_gradients_at_symbolic_sizes_keep_no_rows_that_were_taken():
     """Nor is the batched product of two chains of layers kept twice: what is kept are operands and results."""
 
