@@ -140,7 +140,7 @@ class _Lowerer(Lowerer):
         super().__init__(self._choices_of, step_key(objective), fixed, TABLE.plain)
         self.target = device, objective
 
-    def _choices_of(self, op: Op) -> list[PricedImplementation]:
+    def _choices_of(self, op: Op) -> Sequence[PricedImplementation]:
         # `vmap` can add an axis of a symbolic size to a step whose own sizes are numbers.
         sizes = (*op.spec.by_axis.values(), *(gather.size for gather in op.spec.gathers))
         return _stock_choices(op) if any(map(is_symbol, sizes)) else TABLE.choices(op, self.target[0])
