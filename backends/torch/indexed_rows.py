@@ -37,6 +37,7 @@ from planner.backends.torch.ops import OPS, captured, dispatches, is_finite, is_
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.layout import row_major
 from planner.language.cached import cached_by_step
+from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.calls import Member, RangedIndices, shape_in, size_in
 from planner.program.ops import Op
@@ -304,7 +305,7 @@ class IndexedRun:
             first runs as usual.
     """
 
-    __slots__ = ("given", "made_for", "most", "native", "otherwise", "records", "sizes", "trusts")
+    __slots__ = ("given", "made_for", "most", "native", "negative", "otherwise", "records", "sizes", "trusts", "wraps")
 
     def __init__(
         self,
@@ -317,19 +318,26 @@ class IndexedRun:
         self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
         self.made_for = executable, member  # replaced at once: another thread may read it meanwhile
         self.records = executable.programs.backward is not None
+        self.wraps = MODES[executable.plan.index_mode].wraps
+        self.negative = False  # whether a call had negative indices: then others may have some too
         owner = executable if member is None else member
         self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
         # The index arrays and their shapes, if calls without gradients only look at how these arrays lie; else None.
-        self.given: list[tuple[str, Gather, tuple[int, ...]]] | None = None
+        self.given: list[tuple[Gather, tuple[int, ...], int]] | None = None
         if self.trusts and not (self.records or executable.reads_unread) and all(shape is None for shape in shapes):
-            self.given = [(gather.array, gather, owner.index_shapes[gather.array]) for gather in executable.gathers]
+            sizes = self.sizes or {gather: own.size for gather, own in executable.gathers.items()}
+            self.given = [
+                (gather, owner.index_shapes[gather.array], sizes[gather] or 0) for gather in executable.gathers
+            ]
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         if self.given is not None and usual(*operands) and (found := self._found(self.given, indices)) is not None:
-            try:
+            with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
                 return self.native([*operands, found])
-            except (IndexError, RuntimeError):
-                return self._otherwise(operands, indices)
+            if self.wraps and not self.negative:
+                self.negative = True
+                return self(operands, indices)
+            return self._otherwise(operands, indices)
         executable, member = self.made_for
         index: _Index | RangedIndices | None = None
         if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
@@ -356,21 +364,23 @@ class IndexedRun:
     def _otherwise(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         return None if self.otherwise is None else self.otherwise(self._own(), operands, indices)
 
-    def _found(self, given: Sequence[tuple[str, Gather, tuple[int, ...]]], indices: Mapping[str, Any]) -> _Index | None:
+    def _found(self, given: Sequence[tuple[Gather, tuple[int, ...], int]], indices: Mapping[str, Any]) -> _Index | None:
         """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
 
         It takes a third of the time. Few indices may be of another type or in other strides: nothing keeps the copy.
         """
         index = _Index()
         index.sizes = self.sizes
-        for name, gather, shape in given:
-            q = indices[name]
+        for gather, shape, size in given:
+            q = indices[gather.array]
             if not (type(q) is Tensor and q.is_cpu and q.layout is torch.strided and q.numel()):
                 return None
             if not (q.dtype is torch.int64 and q.is_contiguous()):
-                if q.numel() > _FEW:
+                if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
                     return None
                 q = q.to(torch.int64, memory_format=torch.contiguous_format)
+            if self.negative:
+                q = torch.where((q < 0) & (q >= -size), q + size, q)
             index[gather] = q if q.shape == shape else q.reshape(shape)
         return index
 
