@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
@@ -256,7 +257,6 @@ def _best(
         PlannerLimitError: no candidate is within the limits.
     """
     options = space.options
-    key = plan_key(options.minimize)
     limits = Limits(options.memory_limit, options.retain_limit)
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
     candidates: list[Candidate] = []
@@ -283,10 +283,13 @@ def _best(
                 found = _candidates(space, objective, limits)
                 consider((quicken_steps(space, candidate) for candidate in found) if quicker else found)
 
+    def rank(candidate: Candidate) -> tuple[Any, bool]:
+        return candidate.rank(options.minimize)
+
     def best_allowed() -> Candidate | None:
         """Return the best candidate within the limits."""
         allowed = [c for c in candidates if keeps_within(c.cost, limits)]
-        best = min(allowed, key=lambda c: key(c.cost), default=None)
+        best = min(allowed, key=rank, default=None)
         if best is not None and limits == NO_LIMITS and options.minimize == "time":
             best = fastest(allowed)
         if best is None or not interrupted:
@@ -297,13 +300,13 @@ def _best(
         consider([given(space)])
     else:
         search(objectives)
-    best = min(candidates, key=lambda c: key(c.cost), default=None)
+    best = min(candidates, key=rank, default=None)
     if best is not None and _lies_badly(space, best):
         search(ADDITIVE)
-        best = min(candidates, key=lambda c: key(c.cost))
+        best = min(candidates, key=rank)
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         search(OBJECTIVES)  # the search for the least peak does not know what guards need
-        best = min(candidates, key=lambda c: key(c.cost))
+        best = min(candidates, key=rank)
     if best is None or not keeps_within(best.cost, limits):
         search(objectives, limits)
         within_limits = best_allowed()

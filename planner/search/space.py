@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
-from planner.cost.objective import Objective, StepKey, step_key
+from planner.cost.objective import Objective, StepKey, plan_key, step_key
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.options import SEARCHES, is_name
 from planner.program.build import Lowerer, build, given_variables
@@ -65,6 +65,9 @@ OPERAND_WORK = 4
 MOST_FILTERED = 13
 # How long fronts are where the search only wants a good tree to compare others with.
 FILTER_FRONT = 6
+# From so many operands and gathers on, the search over all trees lists only the steps of trees that are as good as the
+# best tree of a path.
+PATHS_FIRST = 11
 # opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
 MOST_AUTO = 40
 # The least peak is that of one of so many improved paths, for up to `MOST_AUTO` operands; else of the best by estimate.
@@ -154,6 +157,7 @@ class SearchSpace:
         naive: bool = False,
         limits: Limits = NO_LIMITS,
         as_run: bool = False,
+        known: SearchResult | None = None,
     ) -> tuple[SearchResult | None, Lowerer]:
         """Search over the trees of a path, or over all trees.
 
@@ -171,6 +175,7 @@ class SearchSpace:
             limits: the limits that the tree must meet.
             as_run: whether the steps of the naive plan cost what our stock implementations take, which may copy more
                 than the framework's own functions.
+            known: the best tree that is known, for a search over all trees without limits.
 
         Returns:
             What the search found, or None if no tree is within the limits; and the lowerer that it used.
@@ -192,7 +197,7 @@ class SearchSpace:
             return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
         def search_lazily(stop: Stop, splits: Splits | None = None) -> SearchResult:
-            return self._lazy_search(lower, objective, stop).run(splits)
+            return self._lazy_search(lower, objective, stop).run(splits, known)
 
         def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
@@ -226,7 +231,7 @@ class SearchSpace:
                 return search_lazily(stop._replace(deadline=self.ends)), lower
             except (KeyboardInterrupt, SearchEnded) as end:
                 # Nothing is priced yet.
-                greedy = along(self.path("greedy"))
+                greedy = known or along(self.path("greedy"))
                 if greedy is None:
                     raise
                 interrupted = isinstance(end, KeyboardInterrupt)
@@ -325,8 +330,15 @@ class SearchSpace:
         # Roughly how many steps there are.
         steps: int = 3**operands // 2 * 3**gathers
         if objective in ADDITIVE and limits == NO_LIMITS:
-            return gathers == 0 or steps <= stop.listed
+            by_numpy = has_tables(self.network) and self.step_bounds(objective).hold
+            return gathers == 0 or steps <= stop.listed or (by_numpy and operands + 2 * gathers <= stop.operands)
         return steps <= MOST_TRIED * stop.scored
+
+    def begins_with_paths(self, objective: str, limits: Limits) -> bool:
+        """Whether the search over all trees takes less time if it knows the tree of a path."""
+        gathers = len(self.network.gathers)
+        many = gathers > 0 and len(self.operands) + gathers >= PATHS_FIRST
+        return many and objective in ADDITIVE and limits == NO_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -361,6 +373,10 @@ class Candidate:
         """The cost of both programs."""
         return self.programs.cost
 
+    def rank(self, objective: Objective) -> tuple[Any, bool]:
+        """Return what the best candidate has the least of. Of equally good ones that is one that is proven."""
+        return plan_key(objective)(self.cost), not self.proven
+
 
 def run_searches(
     space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto: Stop = AUTO
@@ -385,20 +401,27 @@ def run_searches(
 
     if optimize in SEARCHES:
         stop = OPTIMAL if optimize == "optimal" else auto
-        if space.may_be_exact(objective, stop, limits):
+        paths = _search_large(space, objective, limits, auto is AUTO)
+        tries = space.may_be_exact(objective, stop, limits)
+        known: SearchResult | None = None
+        if not tries or space.begins_with_paths(objective, limits):
+            for along_path in paths:
+                known = min(filter(None, (known, along_path[0])), key=attrgetter("score"))
+                yield along_path
+                if known.interrupted:
+                    return
+        if tries:
             try:
-                result, lower = space.search(objective, stop, limits=limits)
+                result, lower = space.search(objective, stop, limits=limits, known=known)
             except SearchLimitError:
-                pass
+                yield from paths
             else:
                 if result is not None:
                     yield result, lower, "exact"
-                return
-        yield from _search_large(space, objective, limits, auto is AUTO)
         return
     if is_name(optimize) and not is_path_name(optimize):
-        known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
-        raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
+        names = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
+        raise PlannerError(f"optimize={optimize!r} is unknown: take one of {names}, a path or a PathOptimizer")
     yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
 
 
