@@ -28,17 +28,19 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
-    if plan.backend != "jax":
-        return _checked_run(plan, operands, indices)(operands, indices)
-    # Arrays of equal signatures were checked before: JAX's holds all that is checked.
+    if plan.backend == "numpy":
+        return _checked_run(plan, operands, indices)[0](operands, indices)
+    # Arrays of equal classes and signatures were checked before: those of JAX and torch hold all that is checked.
     key = None
-    with contextlib.suppress(AttributeError):
-        key = (_Same(plan), load_backend("jax").signature(operands, indices))
+    with contextlib.suppress(AttributeError, IndexError):  # something is no array, or there is none
+        signature = load_backend(plan.backend).signature(operands, indices)
+        key = None if signature is None else (_Same(plan), tuple(map(type, operands)), signature)
     run = None if key is None else _CHECKED.get(key)
     if run is None:
-        operands, indices = beside_jax(operands, indices)
-        run = _checked_run(plan, operands, indices)
-        if key is not None:
+        if plan.backend == "jax":
+            operands, indices = beside_jax(operands, indices)
+        run, serves_others = _checked_run(plan, operands, indices)
+        if key is not None and serves_others:
             enter(_CHECKED, key, run, _MOST_CHECKED)
     return run(operands, indices)
 
@@ -49,20 +51,23 @@ _MOST_CHECKED = 256
 BACKEND_CACHES.append(_CHECKED)
 
 
-def _checked_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> RunPlan:
-    """Return the function that runs a plan on some arrays, after checking that the plan was made for such arrays."""
+def _checked_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[RunPlan, bool]:
+    """Return the function that runs a plan on some arrays, after checking that the plan was made for such arrays.
+
+    Also return whether it runs the plan on other arrays of the same signature.
+    """
     if plan.mesh is not None:
         plan = _whole(_Same(plan))
     backend, strides = _check(plan, operands, indices)
     divided = backend.divided(operands, indices)
     if divided is not None:
-        return lambda *_: divided(_request_of(plan), lambda: plan)
+        return lambda *_: divided(_request_of(plan), lambda: plan), False
     if plan.symbols:
-        return bind_plan(*(backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,)))
+        return bind_plan(*(backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,))), False
     signature: Hashable = None
     with contextlib.suppress(AttributeError):  # under `torch.jit.trace` there is none
         signature = backend.signature(operands, indices)
-    return _bound(_Same(plan), signature, strides)
+    return _bound(_Same(plan), signature, strides), True
 
 
 def _request_of(plan: PlanRecord) -> Request:

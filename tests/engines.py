@@ -126,7 +126,12 @@ class Torch(TorchEngine, Numpy):
             duals = [forward_ad.make_dual(x, t) for x, t in zip(operands, tangents, strict=True)]
             value, tangent = forward_ad.unpack_dual(function(*duals))
         both = [value, torch.zeros_like(value) if tangent is None else tangent]
-        return [*both, *torch.func.jvp(function, tuple(operands), tuple(tangents))]
+        return [*both, *self.jvp(function, operands, tangents)]
+
+    def jvp(self, function, operands, tangents):
+        import torch
+
+        return torch.func.jvp(function, tuple(operands), tuple(tangents))
 
     def held(self, call, operands, indices, wanted):
         """By torch's allocator, and by autograd's hooks."""
@@ -193,9 +198,12 @@ class Jax(JaxEngine, Numpy):
         return [result, *pull(gout.astype(result.dtype))]
 
     def tangents(self, function, operands, tangents):
+        return list(self.jvp(function, operands, tangents))
+
+    def jvp(self, function, operands, tangents):
         import jax
 
-        return list(jax.jvp(function, tuple(operands), tuple(tangents)))
+        return jax.jvp(function, tuple(operands), tuple(tangents))
 
     def held(self, call, operands, indices, wanted):
         """By the buffers of the pullback."""

@@ -565,6 +565,37 @@ def test_weak_scalars_under_strict_promotion(jax):
             assert np.array_equal(got, 2 * np.ones(3))
 
 
+@pytest.mark.parametrize("spec", ["i,i->i", "i,i,i->", "i,j->ij"])
+@pytest.mark.parametrize("wanted", ["float32", "complex64", "int32"])
+def test_a_preferred_type_promotes_under_strict_promotion(jax, spec, wanted):
+    kinds = ("bfloat16", "float32", "int8")[: spec.count(",") + 1]
+    operands = [jax.numpy.asarray([1, 2, 3], kind) for kind in kinds]
+    with jax.numpy_dtype_promotion("strict"):
+        for einsum in (jax.numpy.einsum, planner.einsum):
+            with pytest.raises(jax.dtypes.TypePromotionError):
+                einsum(spec, *operands)
+        got, expected = (
+            einsum(spec, *operands, preferred_element_type=wanted) for einsum in (planner.einsum, jax.numpy.einsum)
+        )
+    assert (got.dtype, got.weak_type) == (expected.dtype, expected.weak_type)
+    assert (got == expected).all()
+
+
+def test_steps_read_only_what_products_of_jax_take(jax):
+    """To JAX complex64 is narrower than int64, and so its products refuse these operands for it."""
+    jnp = jax.numpy
+    with jax.enable_x64(True):
+        for wide in ("int64", "uint64"):
+            operands = [jnp.asarray([1, 2, 3], kind) for kind in ("int16", "complex64", wide)]
+            for spec in ("i,i,i->i", "i,j,k->ijk"):
+                got = planner.contract(spec, *operands)
+                assert got.dtype == "complex64"
+                assert (got == jnp.einsum(spec, *operands)).all()
+            got = planner.contract("i,i->", operands[0], operands[2], dtype="complex64")
+            assert got.dtype == "complex64"
+            assert got == 14
+
+
 def test_a_preferred_type_that_is_narrower_is_refused_as_by_jax(jax):
     a = jax.numpy.ones((2, 2), "complex64")
     for einsum in (jax.numpy.einsum, planner.einsum):

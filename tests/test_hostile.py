@@ -99,6 +99,7 @@ WRONG = [
     ("ij->ij", (A,), {"sizes": (2,)}, planner.ShapeError, "has 1 entries, but the output 'ij' has 2"),
     ("ij->ij", (A,), {"sizes": {"z": 2}}, planner.ShapeError, "'z', which is neither an axis nor an index array"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": -1}}, planner.ShapeError, "'j' must be a non-negative integer, not -1"),
+    ("i->ij", (np.ones(2),), {"sizes": {"j": np.ones(2, int)}}, planner.ShapeError, "'j' must be a non-negative inte"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": 1.5}}, planner.ShapeError, "not 1.5"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": True}}, planner.ShapeError, "not True"),
     (GATHER, (C,), {"q": Q, "sizes": {"q": 99}}, planner.ShapeError, "says 99 for the dimension that 'q' indexes.*say 5"),

@@ -142,6 +142,16 @@ def test_checkify_reports_a_bad_index_under_jit(name):
     assert_same(got, CHECKED[name](Q))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64"])
+def test_checkify_reports_an_index_as_it_is(dtype):
+    for value in (np.iinfo(dtype).max, np.iinfo(dtype).min or 5, 5):
+        with jax.enable_x64("64" in dtype):
+            q = jnp.asarray([[0, 1, 2], [3, value, 0]], dtype)
+            call = jax.jit(lambda q: planner.contract("q[mn]jk->mnk", C, q=q))
+            error, _ = checkify.checkify(call, errors=checkify.index_checks)(q)
+        assert f"index array 'q'[1, 1] is {value}, outside of [-4, 4)" in error.get()
+
+
 def by_rows(x, q):
     return planner.contract("nj,q[n]jk->nk", x, C, q=q).sum()
 
@@ -330,6 +340,13 @@ def test_results_are_weakly_typed_as_those_of_einsum():
         assert taken.weak_type
         assert (taken + half[:2]).dtype == jnp.bfloat16
     assert not planner.contract("i->i", floats, dtype="float16").weak_type
+    with jax.enable_x64(True):  # whole numbers that promote to floats make weak ones
+        for signed, wide in (("int8", "uint64"), ("int64", "uint64"), ("int64", "uint32")):
+            operands = jnp.ones(3, signed), jnp.ones(3, wide)
+            got, wanted = (einsum("i,i->i", *operands) for einsum in (planner.contract, jnp.einsum))
+            assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
+    with jax.numpy_dtype_promotion("strict"):  # a dtype that is asked for is promoted to, beside a weak operand too
+        assert planner.contract("i,i,i->i", floats, half, jnp.ones(3), dtype="float32").dtype == "float32"
 
 
 HALF, FLOAT = jnp.ones(3, "bfloat16"), jnp.ones(3)
@@ -386,6 +403,11 @@ def test_x64_within_a_jitted_function():
     assert_same(jax.jit(inside)(X, C, Q), [plain(X, C), added, *gradients(plain, X, C)])
 
 
+def test_a_traced_size_is_refused():
+    with pytest.raises(planner.ShapeError, match="sizes=: 'q' must be a non-negative integer, not "):
+        jax.jit(lambda n: planner.contract("nj->q[n]j", X, q=Q, sizes={"q": n}))(4)
+
+
 @pytest.mark.parametrize("keys", [jax.random.key(0), jax.random.split(jax.random.key(0), 3)], ids=["one", "three"])
 def test_keys_of_random_numbers_are_refused(keys):
     term = "i"[: keys.ndim]
@@ -407,6 +429,8 @@ def test_values_that_change_are_checked_again():
     same = [jax.tree.map(lambda v: v, q), jax.tree.map(jnp.copy, q), jax.device_put(q), jax.jit(lambda q: q)(q),
             jax.tree.map(lambda v: v // 2 * 2, q), jax.tree.map(np.asarray, q)]  # fmt: skip
     assert [each.may_drop for each in same] == [False] * len(same)
+    for each in same:
+        assert_same(call(q=each), call(q=jnp.asarray(each.values)))
     changed = jax.tree.map(lambda v: v + 1, q)
     assert changed.may_drop
     with pytest.raises(planner.IndexRangeError, match=r"'q'\[0\] is 4"):
@@ -417,6 +441,32 @@ def test_values_that_change_are_checked_again():
     checked = checkify.checkify(jax.jit(lambda q: call(q=q)), errors=checkify.index_checks)
     assert "'q'[0] is 4" in checked(changed)[0].get()
     assert checked(q)[0].get() is None
+
+
+@pytest.mark.parametrize("mode", INDEX_MODES)
+def test_values_on_the_host_are_arrays_again(mode):
+    """`jax.device_get` makes NumPy arrays of all parts of a model, and of its prepared index arrays."""
+    q = planner.group(Q if mode == "raise" else Q.at[2].set(7), 4, index_mode=mode)
+    host = jax.device_get(q)
+    assert isinstance(host.values, np.ndarray)
+    calls = [
+        lambda q: planner.contract("nj,q[n]jk->nk", X, C, q=q, index_mode=mode),
+        lambda q: planner.contract("nj->q[n]j", X, q=q, sizes={"q": 4}, index_mode=mode),
+        lambda q: jax.grad(lambda x: jnp.nansum(planner.contract("nj,q[n]jk->nk", x, C, q=q, index_mode=mode)))(X),
+        lambda q: jax.jit(lambda x: planner.contract("nj,q[n]jk->nk", x, C, q=q, index_mode=mode))(X),
+        lambda q: planner.plan("nj,q[n]jk->nk", X, C, q=q, index_mode=mode)(X, C, q=q),
+    ]
+    for call in calls:
+        np.testing.assert_array_equal(call(host), call(q))
+
+
+@pytest.mark.parametrize("values", [None, [0, 1, 2]])
+def test_values_that_are_no_array_are_refused(values):
+    q = jax.tree.map(lambda _: values, planner.group(Q, 4))
+    with pytest.raises(planner.PlannerError, match="index array 'q' was prepared, but something else"):
+        planner.contract("nj,q[n]jk->nk", X, C, q=q)
+    with pytest.raises(planner.PlannerError, match="index array 'q' was prepared, but something else"):
+        planner.plan("nj,q[n]jk->nk", X, C, q=Q)(X, C, q=q)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Sizes in JAX: contractions at the symbolic sizes of `jax.export`, and calls of sizes that were not met before."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from laws import exact_problems
 
 import planner
+from planner.language.options import INDEX_MODES
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 
@@ -143,6 +145,21 @@ def test_an_exported_program_can_be_stored_with_its_gradient():
             np.testing.assert_array_equal(x, y)
 
 
+def test_an_exported_program_that_takes_a_prepared_index_array_can_be_stored():
+    pytest.importorskip("flatbuffers", reason="jax.export stores programs by flatbuffers, which is not installed")
+    a, c, q = numbers(4, 3), numbers(2, 3, 5), planner.group(jnp.asarray([0, 1, 1, -1]), 2)
+    program = exported(lambda a, c, q: planner.contract("nj,q[n]jk->nk", a, c, q=q), a, c, q)
+    stored = export.deserialize(program.serialize(vjp_order=1))
+    for same in (q, planner.group(jnp.asarray([1, 1, 0, 0]), 2)):
+        expected, wanted = jax.vjp(lambda a, c, q=same: jnp.einsum("nj,njk->nk", a, c[q.values]), a, c)
+        result, pull = jax.vjp(lambda a, c, q=same: stored.call(a, c, q), a, c)
+        np.testing.assert_array_equal(result, expected)
+        for x, y in zip(pull(result), wanted(expected), strict=True):
+            np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match="size=2, index_mode='drop'"):
+        stored.call(a, c, planner.group(q.values, 2, index_mode="drop"))
+
+
 def test_gradients_at_symbolic_sizes_keep_no_rows_that_were_taken():
     """Nor is the batched product of two chains of layers kept twice: what is kept are operands and results."""
 
@@ -171,6 +188,26 @@ def test_transforms_at_symbolic_sizes():
     arrays = numbers(7, 3), numbers(4, 3, 4), jnp.arange(7, dtype="int32") % 4
     for found, expected in zip(program.call(*arrays), jax.jit(run)(*arrays), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", INDEX_MODES)
+def test_vmap_over_an_axis_of_symbolic_size(mode):
+    """Calls whose own sizes are numbers, one of which would run a grouped kernel with a joint gradient."""
+
+    def run(a, c, q, x):
+        rows = partial(planner.contract, "nij,q[n]jk->nik", index_mode=mode)
+        sums = partial(planner.contract, "nj->q[n]j", sizes={"q": 24}, index_mode=mode)
+        multiply = jax.vmap(lambda a, c, q: rows(a, c, q=q), (0, None, 0))
+        add = jax.vmap(lambda x, q: sums(x, q=q), (None, 0))
+        loss = lambda a, c, x: (multiply(a, c, q) ** 2).sum() + (add(x, q) ** 2).sum()  # noqa: E731
+        return multiply(a, c, q), add(x, q), *jax.grad(loss, (0, 1, 2))(a, c, x)
+
+    program = exported(run, array(N, 128, 1, 8), array(24, 8, 8), array(N, 128, dtype="int32"), array(128, 2))
+    for count in (2, 3):
+        q = jnp.arange(128 * count, dtype="int32").reshape(count, 128) % 24
+        arrays = numbers(count, 128, 1, 8), numbers(24, 8, 8), q, numbers(128, 2)
+        for found, expected in zip(program.call(*arrays), jax.jit(run)(*arrays), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_an_index_array_that_is_known_reads_a_pool_of_any_size():

@@ -160,7 +160,7 @@ def forward_mode(engine, problem):
 
 
 def mapped(engine, problem):
-    """`vmap` over some dimensions of operands and index arrays is a loop; so are gradients inside of it."""
+    """`vmap` over some dimensions of operands and index arrays is a loop; inside of it are gradients and tangents."""
     size, random, draws = pick(problem, (2, 1, 3)), np.random.default_rng([problem.seed, 9]), Random(problem.seed)
     arrays, count = [*problem.operands(), *problem.indices.values()], len(problem.shapes)
     dims = [draws.choice([None, *range(x.ndim + 1)]) for x in arrays]
@@ -176,16 +176,23 @@ def mapped(engine, problem):
     batch = [x if dim is None else np.stack([one[place] for one in singles], dim)
              for place, (x, dim) in enumerate(zip(arrays, dims, strict=True))]  # fmt: skip
     whole = dataclasses.replace(problem, requires_grad=(True,) * count)
-    rows = []
+    rows, vectors = [], vectors_of(problem)
     for one in singles:
         row = dataclasses.replace(whole, indices=dict(zip(problem.indices, one[count:], strict=True)))
-        rows.append(oracle(engine, row, one[:count]))
+        value, *gradients = oracle(engine, row, one[:count])
+        tangent = "tangent", directional(row, one[:count], vectors), value[2]
+        rows.append([value, *gradients, value, tangent])
     expected = [(cells[0][0], np.stack([x for _, x, _ in cells]), cells[0][2]) for cells in zip(*rows, strict=True)]
     call, gout = Subject().call(problem), engine.array(problem.output_gradient())
 
     def run(*arrays):
         indices = dict(zip(problem.indices, arrays[count:], strict=True))
-        return engine.functional(lambda *xs: call(xs, indices), arrays[:count], gout)
+
+        def contracted(*xs):
+            return call(xs, indices)
+
+        found = engine.functional(contracted, arrays[:count], gout)
+        return [*found, *engine.jvp(contracted, arrays[:count], [engine.array(v) for v in vectors])]
 
     arrays = [engine.array(x) for x in batch]
     return [Ask(engine.vmap(run, tuple(dims)), tuple(arrays), expected, engine.name == "jax")]

@@ -384,3 +384,17 @@ def test_an_axis_of_the_output_alone_under_autocast():
         result = planner.contract("abc, ba, -> bz", a, b, c, sizes={"z": 3})
     expected = (2 * a[0].sum(1, keepdim=True) * b).expand(33, 3)
     assert torch.equal(result, expected.to(result.dtype))  # small integers
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"), [("nij, q[n]jk -> nik", [(6, 2, 3), (5, 3, 2)]), ("q[n]j, nj -> n", [(7, 3), (6, 3)])]
+)
+def test_negative_indices_are_read_by_native_calls(spec, shapes, monkeypatch):
+    operands = [integers(*shape) for shape in shapes]
+    rows = max(shape[0] for shape in shapes if shape[0] != 6)
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[4\]"):
+        planner.contract(spec, *operands, q=torch.tensor([0, -1, 2, 1, -rows - 1, 0]))
+    monkeypatch.setattr("planner.backends.torch.indexed_rows.IndexedRun._otherwise", None)
+    for index in ([0, -1, 2, -rows, 1, -2], [0, 1, 2, 3, 4, 0], [-1] * 6):
+        expected = reference(spec, *operands, q=torch.tensor(index) % rows)
+        assert np.array_equal(planner.contract(spec, *operands, q=torch.tensor(index)), expected)

@@ -42,7 +42,7 @@ from planner.search.exact.lazy import LazySearch
 from planner.search.exact.network import Network
 from planner.search.exact.sizes import sizes_of
 from planner.search.paths import splits_of
-from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace
+from planner.search.space import ADDITIVE, OPTIMAL, PATH_STOP, SearchSpace
 from planner.testing import Problem, problems
 from planner.testing.reference import reference
 
@@ -192,8 +192,13 @@ def test_search_finds_the_least_of_all_trees_of_six_nodes(case, needs):
     assert len(trees) >= (105 if case.indices else 945)  # ways to contract five or six operands pairwise
     costs = [problem.programs(tree, lower).cost for tree in trees]
     for objective in ("time", "flops", "bytes"):
-        found, _ = problem.search(objective, OPTIMAL)
-        assert figure(problem.programs(found.tree, lower).cost, objective) == min(figure(c, objective) for c in costs)
+        along_path, _ = problem.search(objective, PATH_STOP, problem.path("greedy"))
+        for known, stage_splits in ((None, 10**9), (along_path, 1)):
+            with mock.patch("planner.search.exact.gathered.STAGE_SPLITS", stage_splits):
+                found, _ = problem.search(objective, OPTIMAL, known=known)
+            least = min(figure(cost, objective) for cost in costs)
+            assert found.exact
+            assert figure(problem.programs(found.tree, lower).cost, objective) == least
     if not needs:
         found, _ = problem.search("peak", OPTIMAL)
         orders = (ordered for tree in trees for ordered in every_order(tree, "order"))

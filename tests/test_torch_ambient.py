@@ -628,6 +628,26 @@ def test_prepared_indices_move_with_their_module():
 
 
 @pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
+def test_stacked_modules_with_prepared_indices(mode):
+    """`torch.func.stack_module_state` makes one array of the index arrays of all modules."""
+    bad = [7, -9] if mode != "raise" else [1, 2]
+    modules, a = [Graph(torch.tensor([n, 3, 1, *bad, n]), 4, mode) for n in range(3)], small(6, 6, grad=False)
+    parameters, buffers = torch.func.stack_module_state(modules)
+
+    def call(parameters, buffers, a):
+        return torch.func.functional_call(modules[0], (parameters, buffers), (a,)).nan_to_num()
+
+    def gradients(parameters, buffers, a):
+        return torch.func.grad(lambda ps: call(ps, buffers, a).square().sum())(parameters)["weight"]
+
+    expected = torch.stack([module(a).nan_to_num() for module in modules])
+    equal([torch.func.vmap(call, (0, 0, None))(parameters, buffers, a)], [expected])
+    firsts = [torch.autograd.grad(module(a).nan_to_num().square().sum(), module.weight)[0] for module in modules]
+    equal([torch.func.vmap(gradients, (0, 0, None))(parameters, buffers, a)], [torch.stack(firsts)])
+    assert torch.equal(modules[0](a).nan_to_num(), expected[0])  # nothing of the stack is left behind
+
+
+@pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
 def test_prepared_indices_are_in_the_state(mode):
     bad = [7, -9] if mode != "raise" else [1, 2]
     q, other = torch.tensor([0, 3, 1, 1, *bad]), torch.tensor([3, 2, 1, 0, 0, 0])
@@ -686,6 +706,46 @@ def test_calls_of_plans_check_devices():
         with pytest.raises(planner.PlannerError, match="is on .*, but operand 0 on .*: move one of them"):
             plan(*operands, q=index)
     assert plan(a.to("meta"), c.to("meta"), q=q.to("meta")).is_meta
+
+
+WRONG_CALLS = {
+    "dtype": lambda a, c, q: ((a.double(), c), {"q": q}),
+    "shape": lambda a, c, q: ((a[:3], c), {"q": q}),
+    "count": lambda a, c, q: ((a,), {"q": q}),
+    "no operand": lambda a, c, q: ((), {"q": q}),
+    "device": lambda a, c, q: ((a, c.to("meta")), {"q": q}),
+    "framework": lambda a, c, q: ((a.detach().numpy(), c), {"q": q}),
+    "array": lambda a, c, q: ((a.tolist(), c), {"q": q}),
+    "sparse": lambda a, c, q: ((a.to_sparse(), c), {"q": q}),
+    "no index": lambda a, c, q: ((a, c), {}),
+    "name": lambda a, c, q: ((a, c), {"r": q}),
+    "two names": lambda a, c, q: ((a, c), {"q": q, "r": q}),
+    "index dtype": lambda a, c, q: ((a, c), {"q": q.float()}),
+    "index shape": lambda a, c, q: ((a, c), {"q": q[:5]}),
+    "index framework": lambda a, c, q: ((a, c), {"q": q.numpy()}),
+    "sparse index": lambda a, c, q: ((a, c), {"q": q.to_sparse()}),
+    "prepared for another size": lambda a, c, q: ((a, c), {"q": planner.group(q, 9)}),
+    "prepared in another mode": lambda a, c, q: ((a, c), {"q": planner.group(q, 4, "drop")}),
+    "value": lambda a, c, q: ((a, c), {"q": q + 9}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_of_a_plan_are_refused_after_good_ones(name):
+    """A plan remembers which arrays were checked."""
+    a, c, q = gathered()
+    operands, index = WRONG_CALLS[name](a, c, q)
+    messages = []
+    for good in 0, 2:
+        plan = planner.plan(GATHERED, a, c, q=q)
+        for _ in range(good):
+            plan(a, c, q=q)
+            plan(a, c, q=planner.group(q, 4))
+        with pytest.raises(planner.PlannerError) as caught:
+            plan(*operands, **index)
+        messages.append((type(caught.value), str(caught.value)))
+        planner.caches().clear()
+    assert messages[0] == messages[1]
 
 
 def test_calls_of_plans_see_strides():

@@ -335,10 +335,18 @@ def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
 # -- hooks on saved tensors ------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(60, 2_000))
-@given(problems(index_modes=("raise", "drop", "clip"), strided=None), st.sampled_from(OBJECTIVES))
+@settings(max_examples=examples(120, 4_000))
+@given(
+    st.sampled_from([("float32",), ("float64", "bfloat16", "int32", "complex64")]).flatmap(
+        lambda dtypes: problems(index_modes=("raise", "drop", "clip"), strided=None, dtypes=dtypes, mixed_dtypes=True)
+    ),
+    st.sampled_from(OBJECTIVES),
+)
 def test_retained_bytes_are_those_that_hooks_see(problem, minimize):
-    """Those of storages that are neither an operand's nor the result's. A hook may move them, as `save_on_cpu` does."""
+    """Those of storages that are neither an operand's nor the result's. A hook may move them, as `save_on_cpu` does.
+
+    Of operands that are cast these are the copies that gradients read.
+    """
     engine = Torch()
     operands, indices = engine.operands(problem), engine.indices(problem)
     options = {"sizes": problem.sizes, "index_mode": problem.index_mode, "minimize": minimize, **indices}

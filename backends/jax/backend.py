@@ -30,7 +30,7 @@ from planner.backends.jax.typed import like_einsum, result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.cost.rates import load_rates
 from planner.language.dtypes import itemsize
-from planner.language.errors import PlannerError
+from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Stepwise
@@ -100,13 +100,21 @@ class JaxBackend(Backend):
     def fuses_cast(self, source: str, dtype: str) -> bool:
         """Return whether steps read a dtype as it is.
 
-        They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be.
+        They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be. Of a
+        complex dtype JAX asks that of its real part.
         """
+        part = itemsize(dtype) // (1 + jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating))
         with jax.numpy_dtype_promotion("standard"):  # whether they may be mixed was asked before
-            return itemsize(source) <= itemsize(dtype) and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
+            fits = itemsize(source) <= part or source == dtype
+            return fits and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
+        if not hasattr(index, "dtype"):
+            raise PlannerTypeError(
+                f"index array {name!r} was prepared, but something else was put in the place of its values, as "
+                f"jax.tree.map can do: {index.values!r:.80}; pass planner.group(...) of an array"
+            )
         check_index_dtype(name, str(index.dtype))
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:

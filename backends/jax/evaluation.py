@@ -30,7 +30,7 @@ from planner.cost.objective import step_key
 from planner.kernels.grouped_matmul import jax_grouped
 from planner.language.derive import swap_with_output
 from planner.language.dtypes import is_inexact
-from planner.language.spec import Gather, term_gathers
+from planner.language.spec import Gather, is_symbol, term_gathers
 from planner.program.build import Lowerer
 from planner.program.implementations import MASK, Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
@@ -115,7 +115,7 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
 
     A step that the plan has runs as the plan says. Any other step is chosen by the plan's objective, for its device:
     steps of second derivatives, steps under `vmap`, and gradients of a plan that was made without them. At symbolic
-    sizes all steps are stock ones, which need no numbers.
+    sizes steps are stock ones, which need no numbers.
     """
     if plan.symbols:
         return _STOCK
@@ -134,8 +134,13 @@ class _Lowerer(Lowerer):
     """Chooses implementations for a device by an objective, which together are its `target`."""
 
     def __init__(self, device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> None:
-        super().__init__(lambda op: TABLE.choices(op, device), step_key(objective), fixed, TABLE.plain)
+        super().__init__(self._choices_of, step_key(objective), fixed, TABLE.plain)
         self.target = device, objective
+
+    def _choices_of(self, op: Op) -> Sequence[PricedImplementation]:
+        # `vmap` can add an axis of a symbolic size to a step whose own sizes are numbers.
+        sizes = (*op.spec.by_axis.values(), *(gather.size for gather in op.spec.gathers))
+        return _stock_choices(op) if any(map(is_symbol, sizes)) else TABLE.choices(op, self.target[0])
 
 
 def is_plain(op: Op, lower: Lowerer) -> bool:

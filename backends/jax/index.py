@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -148,21 +149,32 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     return in_range(_JAX, raw, gather, MODES[mode])
 
 
+def _as_jax(values: Any) -> Any:
+    """Return a prepared index array's values as an array of JAX: `jax.device_get` makes NumPy arrays of a pytree's."""
+    if not isinstance(values, np.ndarray):
+        return values
+    with jax.ensure_compile_time_eval():  # so that they can be checked under `jit`
+        return jnp.asarray(values)
+
+
 class _Checked:
     """What a pytree of a prepared index knows besides the values, and which array it was made of.
 
     Two are equal if they say the same, whatever array they were made of: they are parts of the keys of `jit`.
     """
 
-    def __init__(self, index: JaxIndex) -> None:
-        self.facts = (index.size, index.mode, index.may_drop)
-        self.values = weakref.ref(index.values) if isinstance(index.values, jax.Array) else lambda: None
+    def __init__(self, facts: tuple[int, str, bool], values: Any = None) -> None:
+        self.facts = facts  # size, index mode, whether an entry may be dropped
+        self.values = weakref.ref(values) if isinstance(values, jax.Array) else lambda: None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Checked) and self.facts == other.facts
 
     def __hash__(self) -> int:
         return hash(self.facts)
+
+    def __repr__(self) -> str:  # JAX's errors show it
+        return "size={}, index_mode={!r}, may_drop={}".format(*self.facts)
 
     def index(self, values: Any) -> JaxIndex:
         """Return the prepared index with these values.
@@ -198,7 +210,16 @@ def _may_be_bad(values: Any, size: int) -> bool:
 
 
 jax.tree_util.register_pytree_node(
-    JaxIndex, lambda q: ((q.values,), _Checked(q)), lambda checked, children: checked.index(children[0])
+    JaxIndex,
+    lambda q: ((q.values,), _Checked((q.size, q.mode, q.may_drop), q.values)),
+    lambda checked, children: checked.index(children[0]),
+)
+# For programs of `jax.export` that take prepared index arrays.
+export.register_pytree_node_serialization(
+    JaxIndex,
+    serialized_name="planner.JaxIndex",
+    serialize_auxdata=lambda checked: json.dumps(checked.facts).encode(),
+    deserialize_auxdata=lambda text: _Checked(tuple(json.loads(text))),
 )
 
 
@@ -262,8 +283,8 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
         if isinstance(raw, JaxIndex):
             for gather in gathers:
                 raw.read(gather, mode)
-            values[name], checked = raw.values, not raw.may_drop
-            raw = raw.values
+            checked, raw = not raw.may_drop, _as_jax(raw.values)
+            values[name] = raw
             if checked:
                 continue
         symbolic = any(is_symbol(gather.size) for gather in gathers)  # so nothing is known to be out of range

@@ -58,10 +58,16 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
 
 
 def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
-    """Return a result weakly typed where that of `jnp.einsum` is: if the operand that decides the dtype is."""
-    if not any([getattr(x, "weak_type", False) for x in operands]):
+    """Return a result weakly typed where that of `jnp.einsum` is.
+
+    It is if the operand that decides the dtype is. It is also if none does: whole numbers of which some are uint64 and
+    some have a sign are promoted to weakly typed floats. Beside a float that is none no result is weak.
+    """
+    strong = [x.dtype for x in operands if not getattr(x, "weak_type", False)]
+    if any([dtype == result.dtype or dtype.kind not in "iub" for dtype in strong]):
         return result
-    dtype, weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
+    with jax.numpy_dtype_promotion("standard"):  # whether they may be mixed was asked before
+        dtype, weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
     if not weak or dtype != result.dtype:
         return result
     return convert_element_type_p.bind(result, new_dtype=dtype, weak_type=True, sharding=None)

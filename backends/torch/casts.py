@@ -21,7 +21,7 @@ from planner.language.options import MODES
 from planner.language.spec import Operand, Spec
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.callbacks import callbacks
-from planner.program.implementations import Table
+from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree, change_tree
@@ -31,8 +31,14 @@ class Casts:
     """The casts of operands in a plan that come before all else.
 
     A cast stays in the plan in these cases: the backward program casts again, because nothing is kept; the elements of
-    the operand repeat; rows are taken first, and some may be dropped. Under a memory limit all casts stay, because the
-    plan says when each is done.
+    the operand repeat; rows are taken first, and some may be dropped; no gradient reads what is cast, which a Function
+    would save all the same, as it saves operands. Under a memory limit all casts stay, because the plan says when each
+    is done.
+
+    Args:
+        plan: the plan.
+        table: the backend's implementations.
+        saved: whether what is cast will be saved as an operand even if no gradient reads it.
 
     Attributes:
         dtypes: the dtype that an operand is cast to, by its number.
@@ -40,7 +46,8 @@ class Casts:
         rest: the plan of the rest.
     """
 
-    def __init__(self, plan: PlanRecord, table: Table) -> None:
+    def __init__(self, plan: PlanRecord, table: Table, saved: bool = False) -> None:
+        self.unread = unread_casts(plan) if saved else frozenset()
         self.dtypes: dict[int, str] = {}
         self.before: dict[int, Spec] = {}
         self.plan = self.rest = plan
@@ -81,13 +88,15 @@ class Casts:
             return node
         if isinstance(child, Leaf):
             operand = self.plan.operands[child.operand]
+            if child.operand in self.unread:
+                return node
             layout = layout_of(operand.shape, operand.strides)
             if layout is not None and layout.repeated:
                 return node
             self.dtypes[child.operand] = node.op.dtype
             return child
         (below,), spec = child.children, child.op.spec
-        if not isinstance(below, Leaf) or MODES[self.plan.index_mode].bad == "drop":
+        if not isinstance(below, Leaf) or below.operand in self.unread or MODES[self.plan.index_mode].bad == "drop":
             return node
         if not set(spec.output) <= self.plan.resolved.spec.by_axis.keys():  # a segment sum, onto rows of a pool
             return node
@@ -125,3 +134,37 @@ class Casts:
         lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), chosen)
         programs = build(tree, contraction, given_variables(contraction), lower)
         return PlanRecord.of_contraction(contraction, tree=tree, programs=programs, proven=False, origin=plan.origin)
+
+
+def after_casts(casts: Casts, run: RunPlan, otherwise: RunPlan | None = None) -> RunPlan:
+    """Return a runner that casts some operands first.
+
+    Args:
+        casts: the casts.
+        run: what runs the rest.
+        otherwise: what runs a call, casts included, for which `run` returns None.
+    """
+    if not casts.dtypes:
+        return run
+    if otherwise is None:
+        return lambda operands, indices: run(*casts(operands, indices))
+    other = otherwise
+
+    def run_either(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
+        result = run(*casts(operands, indices))
+        return other(operands, indices) if result is None else result
+
+    return run_either
+
+
+def unread_casts(plan: PlanRecord) -> frozenset[int]:
+    """Return the numbers of operands whose cast no gradient reads."""
+    programs, origin = plan.programs, {number: number for number in range(len(plan.operands))}
+    read, unread = {programs.variables[v].base for v in programs.kept}, set()
+    for step in programs.forward.steps:
+        if len(step.inputs) == 1 and step.inputs[0] in origin:
+            number, (made,) = origin[step.inputs[0]], step.outputs
+            origin[made] = number
+            if isinstance(step.op, Cast) and made not in read:
+                unread.add(number)
+    return frozenset(unread)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from planner.backends.common.stock import count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, indexed_calls
+from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import (
     MOST_LETTERS,
@@ -86,20 +86,6 @@ MOST_STEPS = 200
 COMPOSED = ("diagonal", "multiply, sum", "take, multiply, add")
 
 
-@dataclasses.dataclass(slots=True)
-class Reads:
-    """What native calls ask of index arrays.
-
-    Attributes:
-        checked: whether the calls themselves refuse each index out of range.
-        most: how many indices an array may have. Of more, torch adds up gradients on several cores, in any order. None
-            if any number will do.
-    """
-
-    checked: bool = True
-    most: int | None = None
-
-
 def compile_native(
     tree: Tree,
     operands: Sequence[Strided],
@@ -112,6 +98,7 @@ def compile_native(
     wraps: bool = False,
     reads: Reads | None = None,
     tries: bool = False,
+    unkept: Collection[int] = (),
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -130,6 +117,7 @@ def compile_native(
         wraps: whether negative indices count from the end.
         reads: where it enters what it finds out about index arrays.
         tries: whether the function will not be called: then it need not be made whole.
+        unkept: the numbers of operands that autograd must not keep, because they are copies that no gradient reads.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -138,7 +126,8 @@ def compile_native(
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
     reads = reads or Reads()
-    compiled = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries).compile(tree)
+    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries, unkept)
+    compiled = compiler.compile(tree)
     return None if compiled is None else compiled[0]
 
 
@@ -223,6 +212,7 @@ class _Compiler:
     wraps: bool
     reads: Reads
     tries: bool
+    unkept: Collection[int]
 
     def compile(self, tree: Tree, root: bool = True) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -239,7 +229,9 @@ class _Compiler:
         standins = [standin for _, standin in parts]
         if not self._differentiates_alike(tree.op, standins):
             return None
-        made = self._step(tree.op, standins, isinstance(tree.children[0], Leaf), root)
+        first = tree.children[0]
+        free = isinstance(first, Leaf) and first.operand not in self.unkept
+        made = self._step(tree.op, standins, free, root)
         if made is None:
             return None
         run, result = made
@@ -303,16 +295,16 @@ class _Compiler:
         return True
 
     def _step(
-        self, op: Op, standins: Sequence[Strided], of_operand: bool, root: bool
+        self, op: Op, standins: Sequence[Strided], free: bool, root: bool
     ) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the function that runs a step, and the stand-in of its result; None if autograd would keep more.
 
-        The function takes the inputs. That of an indexed step takes the index arrays after them. `of_operand` says
-        whether the first input is an operand.
+        The function takes the inputs. That of an indexed step takes the index arrays after them. `free` says
+        whether autograd may keep the first input, an operand.
         """
         spec, kind = op.spec, stock_kind(op)
         if kind in INDEXED:
-            return self._indexed(op, standins[0], of_operand)
+            return self._indexed(op, standins[0], free)
         if spec.gathers:  # without gradients
             # Takes along one dimension refuse each index out of range; sums by segments write elsewhere in the memory.
             self.reads.checked &= all(len(indexed_dims(term)) < 2 for term in spec.inputs)
@@ -353,7 +345,7 @@ class _Compiler:
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
 
-    def _indexed(self, op: Op, x: Strided, of_operand: bool) -> tuple[Callable[..., Tensor], Strided] | None:
+    def _indexed(self, op: Op, x: Strided, free: bool) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
 
         Return None if autograd would keep more than the index arrays.
@@ -374,7 +366,7 @@ class _Compiler:
                 rows = max(math.prod(q.shape) for q in arrays.values())
                 most = MOST_PUT * max(1, rows) // max(1, joint_elements(spec))
                 self.reads.most = most if self.reads.most is None else min(self.reads.most, most)
-            return None if calls.keeps and not of_operand else (calls.run, result)
+            return None if calls.keeps and not free else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 
     def _einsum(self, spec: Spec, standins: Sequence[Strided]) -> Callable[..., Tensor] | None:

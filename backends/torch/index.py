@@ -12,12 +12,14 @@ from torch import Tensor
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
 from planner.backends.torch.contexts.modes import (
     bare_operators,
+    below_transforms,
     compiles,
     fixed,
     in_functorch,
     unscripted,
     usual,
     watched,
+    whole,
 )
 from planner.backends.torch.ops import is_recorded, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
@@ -219,6 +221,10 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
         return _in_range_later(raw, gather.array, "".join(gather.axes), fixed(size), mode), rule.bad == "drop"
     if raw.numel() == 0:
         return raw.long(), False
+    if rule.bad == "refuse" and unseen(raw) and (batch := whole(raw)) is not raw:
+        with below_transforms():
+            torch_in_range(batch, gather, mode)
+        rule = MODES["checked"]
     values, may_drop = in_range(_TORCH, raw, gather, rule)
     if may_drop and rule.bad == "refuse":
         inside = values < size

@@ -7,7 +7,10 @@ a bracket shares axes with its term, as in `b q[bn] c`. Through many indices at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +19,26 @@ from torch import Tensor
 from planner.backends.common import stock
 from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.contexts.modes import transformed, watched
-from planner.backends.torch.ops import OPS, is_recorded, viewing
+from planner.backends.torch.checks import can_wait
+from planner.backends.torch.contexts.modes import (
+    bare_operators,
+    below_transforms,
+    carries_tangents,
+    compiles,
+    hooked,
+    transformed,
+    under_grads,
+    usual,
+    watched,
+)
+from planner.backends.torch.executable import Executable
+from planner.backends.torch.index import TorchIndex
+from planner.backends.torch.ops import OPS, captured, dispatches, is_finite, is_recorded, unseen, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.language.cached import cached_by_step
-from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
-from planner.program.calls import shape_in, size_in
+from planner.language.options import MODES
+from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.program.calls import Member, RangedIndices, shape_in, size_in
 from planner.program.ops import Op
 
 # Steps that read or write through index arrays, and what torch computes the gradient of one by.
@@ -33,6 +50,7 @@ _ADDED = ("float32", "float64", "complex64", "complex128")
 _FEW = 1_024
 # `index_put` adds up so many floats on several cores, in any order.
 MOST_PUT = 1 << 15
+_NOTHING: Any = contextlib.nullcontext()
 
 
 class IndexedCalls(NamedTuple):
@@ -231,3 +249,199 @@ def _elements_of(term: Term, spec: Spec) -> _Rows:
     return _Rows(
         axes, take, add, lambda x: _written(x, spec.shape(axes)), lambda x: _written(x, spec.shape(term)), keeps=True
     )
+
+
+# -- calls of plans that are such calls --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Reads:
+    """What native calls ask of index arrays.
+
+    Attributes:
+        checked: whether the calls themselves refuse each index out of range.
+        most: how many indices an array may have. Of more, torch adds up gradients on several cores, in any order. None
+            if any number will do.
+    """
+
+    checked: bool = True
+    most: int | None = None
+
+
+class NativeRun(NamedTuple):
+    """A plan as native calls.
+
+    Attributes:
+        run: takes the operands without their broadcast dimensions, and after them the index arrays.
+        reads: what the calls ask of index arrays.
+    """
+
+    run: Callable[..., Tensor]
+    reads: Reads
+
+
+class _Index(dict[Gather, Tensor]):
+    """The index arrays of native calls, and `RangedIndices.sizes`."""
+
+    __slots__ = ("sizes",)
+    sizes: Mapping[str | Gather, int] | None
+
+
+class IndexedRun:
+    """Runs native calls if the index arrays do as they are, and no guard would act; else it runs the plan as usual.
+
+    Args:
+        native: the native calls.
+        executable: the plan, ready to run.
+        otherwise: runs the plan as usual; None to return None in its place.
+        member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
+            first runs as usual.
+    """
+
+    __slots__ = ("given", "made_for", "most", "native", "negative", "otherwise", "records", "sizes", "trusts", "wraps")
+
+    def __init__(
+        self,
+        native: NativeRun,
+        executable: Executable,
+        otherwise: Callable[[Executable, Sequence[Tensor], Mapping[str, Any]], Tensor] | None,
+        member: Member | None = None,
+    ) -> None:
+        self.otherwise = otherwise
+        self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
+        self.made_for = executable, member  # replaced at once: another thread may read it meanwhile
+        self.records = executable.programs.backward is not None
+        self.wraps = MODES[executable.plan.index_mode].wraps
+        self.negative = False  # whether a call had negative indices: then others may have some too
+        owner = executable if member is None else member
+        self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
+        # The index arrays and their shapes, if calls without gradients only look at how these arrays lie; else None.
+        self.given: list[tuple[Gather, tuple[int, ...], int]] | None = None
+        if self.trusts and not (self.records or executable.reads_unread) and all(shape is None for shape in shapes):
+            sizes = self.sizes or {gather: own.size or 0 for gather, own in executable.gathers.items()}
+            self.given = [
+                (gather, owner.index_shapes[gather.array], sizes[gather] or 0) for gather in executable.gathers
+            ]
+
+    def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
+        if self.given is not None and usual(*operands) and (found := self._found(self.given, indices)) is not None:
+            with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
+                return self.native([*operands, found])
+            if self.wraps and not self.negative:
+                self.negative = True
+                return self(operands, indices)
+            return self._otherwise(operands, indices)
+        executable, member = self.made_for
+        index: _Index | RangedIndices | None = None
+        if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
+            return self._otherwise(operands, indices)
+        if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
+            # Hooks would see what autograd saves before an index is refused.
+            trusts = self.trusts and not (self.records and hooked())
+            looks = inside is not operands and (executable.reads_unread or not trusts)
+            with below_transforms() if looks else _NOTHING:
+                index = _as_read(executable, member, inside, indices, trusts)
+            if index is not None and trusts:
+                try:
+                    return self.native([*executable.views(operands, member), index])
+                except (IndexError, RuntimeError):  # an index out of range, or a negative one
+                    index = None
+        elif _as_usual(operands) and not any(map(unseen, operands)):
+            index = _as_read(executable, member, operands, indices)
+        elif compiles() and not (transformed() or bare_operators()):
+            index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
+        if index is None:
+            return self._otherwise(operands, indices)
+        return self.native([*executable.views(operands, member), index])
+
+    def _otherwise(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
+        return None if self.otherwise is None else self.otherwise(self._own(), operands, indices)
+
+    def _found(self, given: Sequence[tuple[Gather, tuple[int, ...], int]], indices: Mapping[str, Any]) -> _Index | None:
+        """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
+
+        It takes a third of the time. Few indices may be of another type or in other strides: nothing keeps the copy.
+        """
+        index = _Index()
+        index.sizes = self.sizes
+        for gather, shape, size in given:
+            q = indices[gather.array]
+            if not (type(q) is Tensor and q.is_cpu and q.layout is torch.strided and q.numel()):
+                return None
+            if not (q.dtype is torch.int64 and q.is_contiguous()):
+                if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
+                    return None
+                q = q.to(torch.int64, memory_format=torch.contiguous_format)
+            if self.negative:
+                q = torch.where((q < 0) & (q >= -size), q + size, q)
+            index[gather] = q if q.shape == shape else q.reshape(shape)
+        return index
+
+    def _own(self) -> Executable:
+        """Return the executable for the sizes of the calls."""
+        executable, member = self.made_for
+        if member is not None:
+            executable = executable.resized(member)
+            self.made_for = executable, None
+        return executable
+
+
+def _as_read(
+    executable: Executable,
+    member: Member | None,
+    operands: Sequence[Tensor],
+    indices: Mapping[str, Any],
+    trusts: bool = False,
+) -> _Index | None:
+    """Return the index arrays for native calls, or None if these would have to copy or mask something.
+
+    The operands have values, and none is batched.
+    """
+    index = _as_they_are(executable, member, operands, indices, trusts)
+    if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
+        return None
+    return index
+
+
+def _as_usual(operands: Sequence[Tensor]) -> bool:
+    """Return whether native calls may run though something surrounds the call.
+
+    Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
+    in, and must save the same tensors.
+    """
+    return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
+
+
+def _as_they_are(
+    executable: Executable,
+    member: Member | None,
+    operands: Sequence[Tensor],
+    indices: Mapping[str, Any],
+    trusts: bool,
+) -> _Index | None:
+    """Return the index arrays if they are in range as they are and autograd may save them, else None.
+
+    Then all are row-major, of int64, and without negative entries. If it `trusts` arrays on a CPU, the operators that
+    read them find out whether they are in range.
+    """
+    index, records = _Index(), torch.is_grad_enabled()
+    index.sizes = sizes = executable.sizes if member is None else member.sizes
+    shapes = executable.index_shapes if member is None else member.index_shapes
+    for gather, own in executable.gathers.items():
+        raw, shape = indices[gather.array], shapes[gather.array]
+        if isinstance(raw, TorchIndex):
+            size = own.size if sizes is None else sizes[gather]
+            raw, may_drop = raw.read(dataclasses.replace(own, size=size), executable.plan.index_mode)
+            if may_drop:
+                return None
+        else:
+            if type(raw) is not Tensor or raw.dtype is not torch.int64 or not (raw.is_contiguous() and raw.numel()):
+                return None
+            if unseen(raw) or can_wait(raw):  # a look at the values would wait for the device
+                return None
+            if not (trusts and raw.is_cpu):
+                low, high = torch.aminmax(raw)
+                if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
+                    return None
+        index[gather] = raw if raw.shape == shape else raw.reshape(shape)
+    return None if records and any(map(Tensor.is_inference, (*operands, *index.values()))) else index

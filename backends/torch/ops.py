@@ -14,6 +14,7 @@ from planner.backends.common import stock
 from planner.backends.common.masks import find_read_rows, guard_run
 from planner.backends.common.stock import Product, make_index_reader, matmul_product
 from planner.backends.torch.contexts.modes import (
+    below_transforms,
     carries_tangents,
     compiles,
     in_functorch,
@@ -21,6 +22,7 @@ from planner.backends.torch.contexts.modes import (
     transformed,
     usual,
     watched,
+    whole,
 )
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
@@ -337,6 +339,10 @@ def unseen(x: Tensor) -> bool:
 
 def occurs(x: Tensor) -> bool:
     """Return whether any entry is true, or may be: neither a capture nor a tracer that records can read values."""
+    if in_functorch() and not records():  # under `vmap` a look at all arrays of a batch tells of each
+        with below_transforms():
+            x = whole(x)
+            return captured(x) or bool(x.any())
     return captured(x) or records() or bool(x.any())
 
 
@@ -347,6 +353,9 @@ def finite(x: Tensor) -> bool:
 
 def is_finite(x: Tensor) -> bool:
     """Return whether all numbers of a tensor with values are finite."""
+    if in_functorch():  # as in `occurs`
+        with below_transforms():
+            return torch_pooled.sum_is_finite(whole(x).detach())
     return torch_pooled.sum_is_finite(x.detach() if x.requires_grad else x)
 
 

@@ -12,10 +12,7 @@ arguments of their derivatives. Then the Function runs.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,36 +22,31 @@ from torch import Tensor
 
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.autograd import record, record_usual
-from planner.backends.torch.casts import Casts
-from planner.backends.torch.checks import can_wait, raise_pending
+from planner.backends.torch.casts import Casts, after_casts, unread_casts
+from planner.backends.torch.checks import raise_pending
 from planner.backends.torch.contexts.autocast import autocast_changes
 from planner.backends.torch.contexts.flops import count_native
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
-    below_transforms,
-    carries_tangents,
     compiles,
-    hooked,
     in_functorch,
     only_grads,
     only_stock,
-    transformed,
-    under_grads,
     usual,
     watched,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, Reads, compile_native, standins_of
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native, standins_of
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import captured, dispatches, is_finite, is_recorded, unseen
+from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
+from planner.backends.torch.ops import dispatches, is_recorded, unseen
 from planner.backends.torch.products import MULTIPLY_SUM, summed_product
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
-from planner.language.spec import Gather
 from planner.program.calls import Member, RangedIndices
 from planner.program.forms import product_form
 from planner.program.implementations import RunPlan, Table
@@ -63,17 +55,12 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
 
 MOST_FUSED = 2**13  # multiplications; measured 2026-11-27, torch 2.13, one core: 2 to 13 us less than `bmm` up to 2^15
-_NOTHING: Any = contextlib.nullcontext()
 
 
 def runner(plan: PlanRecord, table: Table) -> RunPlan:
     """Return the function that computes a plan's result from operands and index arrays."""
-    casts = Casts(plan, table)
-    executable = Executable(casts.rest, table)
-    run = _runs(_native(executable), executable)
-    if plan.device.kind == "cuda":
-        run = _after_pending(run)
-    return _after_casts(casts, _as_planned(run) if autocasts() else run)
+    run = _split(plan, table).bind()
+    return _after_pending(run) if plan.device.kind == "cuda" else run
 
 
 def _after_pending(run: RunPlan) -> RunPlan:
@@ -88,27 +75,58 @@ def _after_pending(run: RunPlan) -> RunPlan:
 
 def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan] | None:
     """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
-    casts = Casts(plan, table)
-    if casts.before:  # contractions that are for the representative's sizes
-        return None
-    rest, executable = casts.rest, Executable(casts.rest, table)
     # These calls need sizes that their inputs do not show.
-    sized = any(step.op.repeats or step.choice.lowering == "diagonal" for step in rest.programs.forward.steps)
-    native = None if sized else _native(executable)
+    sized = any(step.op.repeats or step.choice.lowering == "diagonal" for step in plan.programs.forward.steps)
+    split = _split(plan, table, tries=not sized)
+    # Contractions before casts are for the representative's sizes.
+    return None if split.casts.before else split.bind
 
-    def bind(member: Member) -> RunPlan:
-        if native is not None and executable.gathers:
-            run: RunPlan = _Indexed(native, executable, member)
+
+class _Split(NamedTuple):
+    """A plan whose casts come first.
+
+    Attributes:
+        casts: the casts.
+        executable: the rest, ready to run.
+        native: the rest as native calls, if it can run so.
+        other_casts: the casts where the rest runs as a Function, which saves all that it is given.
+        other: the rest of these.
+    """
+
+    casts: Casts
+    executable: Executable
+    native: NativeRun | None
+    other_casts: Casts
+    other: Executable
+
+    def bind(self, member: Member | None = None) -> RunPlan:
+        """Return the function that runs the plan, or that of a member of its family."""
+        executable, native, other = self.executable, self.native, self.other
+        indexed = native is not None and bool(executable.gathers)
+        run: RunPlan
+        if native is not None and indexed:
+            run = IndexedRun(native, executable, _run if other is executable else None, member)
         else:
-            run = _runs(native, executable.resized(member))
-        return _after_casts(casts, _as_planned(run) if autocasts() else run)
+            run = _runs(native, executable if member is None else executable.resized(member))
+        otherwise: RunPlan | None = None
+        if indexed and other is not executable:
+            otherwise = partial(_run, other if member is None else other.resized(member))
+            otherwise = after_casts(self.other_casts, _as_planned(otherwise) if autocasts() else otherwise)
+        return after_casts(self.casts, _as_planned(run) if autocasts() else run, otherwise)
 
-    return bind
 
-
-def _after_casts(casts: Casts, run: RunPlan) -> RunPlan:
-    """Return a runner that casts some operands first."""
-    return (lambda operands, indices: run(*casts(operands, indices))) if casts.dtypes else run
+def _split(plan: PlanRecord, table: Table, tries: bool = True) -> _Split:
+    """Return a plan whose casts come first; the rest runs as native calls if it can and it `tries`."""
+    casts = other_casts = Casts(plan, table)
+    executable = other = Executable(casts.rest, table)
+    unkept = casts.dtypes.keys() & unread_casts(plan)
+    native = _native(executable, unkept=unkept) if tries else None
+    if unkept:
+        other_casts = Casts(plan, table, saved=True)
+        other = Executable(other_casts.rest, table)
+    if native is None:
+        casts, executable = other_casts, other
+    return _Split(casts, executable, native, other_casts, other)
 
 
 def _as_planned(run: RunPlan) -> RunPlan:
@@ -137,169 +155,14 @@ def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequenc
     return _as_planned(run) if autocasts() else run
 
 
-class _Native(NamedTuple):
-    """A plan as native calls.
-
-    Attributes:
-        run: takes the operands without their broadcast dimensions, and after them the index arrays.
-        reads: what the calls ask of index arrays.
-    """
-
-    run: Callable[..., Tensor]
-    reads: Reads
-
-
-def _runs(native: _Native | None, executable: Executable) -> RunPlan:
+def _runs(native: NativeRun | None, executable: Executable) -> RunPlan:
     """Return the function that runs native calls on the operands without their broadcast dimensions, or a Function."""
     if native is None:
         return partial(_run, executable)
     if executable.gathers:
-        return _Indexed(native, executable)
+        return IndexedRun(native, executable, _run)
     run = native.run
     return run if executable.fits else lambda operands, indices: run(executable.views(operands))
-
-
-class _Index(dict[Gather, Tensor]):
-    """The index arrays of native calls, and `RangedIndices.sizes`."""
-
-    __slots__ = ("sizes",)
-    sizes: Mapping[str | Gather, int] | None
-
-
-class _Indexed:
-    """Runs native calls if the index arrays do as they are, and no guard would act; else it runs the plan as usual.
-
-    Args:
-        native: the native calls.
-        executable: the plan, ready to run.
-        member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
-            first runs as usual.
-    """
-
-    __slots__ = ("given", "made_for", "most", "native", "records", "sizes", "trusts")
-
-    def __init__(self, native: _Native, executable: Executable, member: Member | None = None) -> None:
-        self.native, self.trusts, self.most = native.run, native.reads.checked, native.reads.most
-        self.made_for = executable, member  # replaced at once: another thread may read it meanwhile
-        self.records = executable.programs.backward is not None
-        owner = executable if member is None else member
-        self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
-        # The index arrays and their shapes, if calls without gradients only look at how these arrays lie; else None.
-        self.given: list[tuple[str, Gather, tuple[int, ...]]] | None = None
-        if self.trusts and not (self.records or executable.reads_unread) and all(shape is None for shape in shapes):
-            self.given = [(gather.array, gather, owner.index_shapes[gather.array]) for gather in executable.gathers]
-
-    def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-        if self.given is not None and usual(*operands) and (found := self._found(self.given, indices)) is not None:
-            try:
-                return self.native([*operands, found])
-            except (IndexError, RuntimeError):
-                return _run(self._own(), operands, indices)
-        executable, member = self.made_for
-        index: _Index | RangedIndices | None = None
-        if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
-            return _run(self._own(), operands, indices)
-        if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
-            # Hooks would see what autograd saves before an index is refused.
-            trusts = self.trusts and not (self.records and hooked())
-            looks = inside is not operands and (executable.reads_unread or not trusts)
-            with below_transforms() if looks else _NOTHING:
-                index = _as_read(executable, member, inside, indices, trusts)
-            if index is not None and trusts:
-                try:
-                    return self.native([*executable.views(operands, member), index])
-                except (IndexError, RuntimeError):  # an index out of range, or a negative one
-                    index = None
-        elif _as_usual(operands) and not any(map(unseen, operands)):
-            index = _as_read(executable, member, operands, indices)
-        elif compiles() and not (transformed() or bare_operators()):
-            index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
-        if index is None:
-            return _run(self._own(), operands, indices)
-        return self.native([*executable.views(operands, member), index])
-
-    def _found(self, given: Sequence[tuple[str, Gather, tuple[int, ...]]], indices: Mapping[str, Any]) -> _Index | None:
-        """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
-
-        It takes a third of the time.
-        """
-        index = _Index()
-        index.sizes = self.sizes
-        for name, gather, shape in given:
-            q = indices[name]
-            if not (type(q) is Tensor and q.dtype is torch.int64 and q.is_cpu and q.is_contiguous() and q.numel()):
-                return None
-            index[gather] = q if q.shape == shape else q.reshape(shape)
-        return index
-
-    def _own(self) -> Executable:
-        """Return the executable for the sizes of the calls."""
-        executable, member = self.made_for
-        if member is not None:
-            executable = executable.resized(member)
-            self.made_for = executable, None
-        return executable
-
-
-def _as_read(
-    executable: Executable,
-    member: Member | None,
-    operands: Sequence[Tensor],
-    indices: Mapping[str, Any],
-    trusts: bool = False,
-) -> _Index | None:
-    """Return the index arrays for native calls, or None if these would have to copy or mask something.
-
-    The operands have values, and none is batched.
-    """
-    index = _as_they_are(executable, member, operands, indices, trusts)
-    if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
-        return None
-    return index
-
-
-def _as_usual(operands: Sequence[Tensor]) -> bool:
-    """Return whether native calls may run though something surrounds the call.
-
-    Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
-    in, and must save the same tensors.
-    """
-    return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
-
-
-def _as_they_are(
-    executable: Executable,
-    member: Member | None,
-    operands: Sequence[Tensor],
-    indices: Mapping[str, Any],
-    trusts: bool,
-) -> _Index | None:
-    """Return the index arrays if they are in range as they are and autograd may save them, else None.
-
-    Then all are row-major, of int64, and without negative entries. If it `trusts` arrays on a CPU, the operators that
-    read them find out whether they are in range.
-    """
-    index, records = _Index(), torch.is_grad_enabled()
-    index.sizes = sizes = executable.sizes if member is None else member.sizes
-    shapes = executable.index_shapes if member is None else member.index_shapes
-    for gather, own in executable.gathers.items():
-        raw, shape = indices[gather.array], shapes[gather.array]
-        if isinstance(raw, TorchIndex):
-            size = own.size if sizes is None else sizes[gather]
-            raw, may_drop = raw.read(dataclasses.replace(own, size=size), executable.plan.index_mode)
-            if may_drop:
-                return None
-        else:
-            if type(raw) is not Tensor or raw.dtype is not torch.int64 or not (raw.is_contiguous() and raw.numel()):
-                return None
-            if unseen(raw) or can_wait(raw):  # a look at the values would wait for the device
-                return None
-            if not (trusts and raw.is_cpu):
-                low, high = torch.aminmax(raw)
-                if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
-                    return None
-        index[gather] = raw if raw.shape == shape else raw.reshape(shape)
-    return None if records and any(map(Tensor.is_inference, (*operands, *index.values()))) else index
 
 
 def _has_kept(plan: PlanRecord) -> bool:
@@ -316,11 +179,13 @@ def _may_copy(plan: PlanRecord) -> bool:
     return least and only_grads() and options.retain_limit is None and options.objective == "time"
 
 
-def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> _Native | None:
+def _native(
+    executable: Executable, index: Mapping[Any, Any] = MappingProxyType({}), unkept: Collection[int] = ()
+) -> NativeRun | None:
     """Return the plan as native calls.
 
     Return None if the plan needs more than native calls, or if native calls would keep or compute something else than
-    the plan says. `index` holds the sizes of the calls, if they are not the plan's.
+    the plan says. `index` holds the sizes of the calls, if they are not the plan's; `unkept` is for `compile_native`.
     """
     plan, requires = executable.plan, executable.programs.backward is not None
     if autocast_changes(plan.dtype) and not executable.only_views:
@@ -333,7 +198,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
-        return _Native(lambda views, _=None: views[0].view_as(views[0]), Reads())
+        return NativeRun(lambda views, _=None: views[0].view_as(views[0]), Reads())
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
     # Under `torch.func` steps behave as they do when autograd records. In forward mode by itself they do so too, but
@@ -348,7 +213,16 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     rows = {step.op.spec: step.choice.lowering for step in plan.programs.forward.steps}
     wraps = MODES[plan.index_mode].wraps
     compiled: Any = partial(
-        compile_native, plan.tree, standins, backward, under_transform, index=index, kept=kept, rows=rows, wraps=wraps
+        compile_native,
+        plan.tree,
+        standins,
+        backward,
+        under_transform,
+        index=index,
+        kept=kept,
+        rows=rows,
+        wraps=wraps,
+        unkept=unkept,
     )
     reads = Reads()
     native = compiled(reads=reads)
@@ -378,7 +252,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
         result: Tensor = native(views)
         return result
 
-    return _Native(run, reads)
+    return NativeRun(run, reads)
 
 
 def _fusable(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -393,6 +267,8 @@ def _fusable(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     is_usual = usual(*operands)
+    if not is_usual and in_functorch():
+        indices = _unsorted_batches(indices)
     if executable.drops and (is_usual or not (in_functorch() or is_recorded(operands[0]))):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
@@ -403,6 +279,13 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
     if executable.programs.backward is None:
         return run_forward(executable, operands, indices)[0]
     return (record_usual if is_usual else record)(executable, operands, indices)
+
+
+def _unsorted_batches(indices: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the index arrays, with only the values of those prepared ones of which `vmap` holds many as one."""
+    if not any(isinstance(q, TorchIndex) and unseen(q.values) for q in indices.values()):
+        return indices
+    return {n: q.values if isinstance(q, TorchIndex) and unseen(q.values) else q for n, q in indices.items()}
 
 
 def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:

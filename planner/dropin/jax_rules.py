@@ -56,12 +56,13 @@ def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any
             return _products(spec, arrays, {**options, "optimize": path}, {"preferred_element_type": wanted}, "")
     if wanted is None or not arrays:
         return contract(spec, *arrays, **options)
-    natural = jnp.result_type(*arrays)
+    with jax.numpy_dtype_promotion("standard"):  # told what to prefer, `jnp.einsum` promotes under every setting
+        natural = jnp.result_type(*arrays)
+        widens = jnp.promote_types(natural, wanted) == wanted
     if wanted.itemsize < natural.itemsize:  # most of these JAX refuses
         return _products(spec, arrays, options, {"preferred_element_type": wanted}, f"{wanted.name} of {natural.name}")
     # A wider type is what sums are formed in.
-    if wanted != natural and jnp.promote_types(natural, wanted) == wanted:
-        options["dtype"] = wanted
+    options.setdefault("dtype", wanted if widens else natural)
     return contract(spec, *arrays, **options).astype(wanted)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import SupportsIndex
 
 from planner.language.errors import ShapeError, SpecError
-from planner.language.spec import Gather, Spec, Term, is_axis, replace_gathers, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, is_axis, is_symbol, replace_gathers, term_axes, unused_letters
 
 
 def _check_resolved(spec: object, what: str) -> None:
@@ -101,7 +101,7 @@ def batched(
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "batched")
-    if not _is_integer(size) or size < 0:
+    if not is_symbol(size) and (not _is_integer(size) or size < 0):
         raise ShapeError(f"the size of the new axis must be a non-negative integer, but is {size!r}")
     chosen = set(range(len(spec.inputs)) if operands is None else operands)
     used = {axis for axis, _ in spec.sizes} | set(spec.arrays)

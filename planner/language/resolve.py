@@ -388,9 +388,13 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
     def check(size: Any, what: str) -> int:
         if is_symbol(size):
             return size  # type: ignore[no-any-return]
-        if isinstance(size, bool) or not hasattr(size, "__index__") or size.__index__() < 0:
+        try:
+            number = -1 if isinstance(size, bool) else operator.index(size)
+        except TypeError:  # also that of a traced number
+            number = -1
+        if number < 0:
             raise ShapeError(f"sizes=: {what} must be a non-negative integer, not {size!r}")
-        return int(size.__index__())
+        return number
 
     if isinstance(sizes, Mapping):
         return {str(name): check(size, repr(name)) for name, size in sizes.items()}, None

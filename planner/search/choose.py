@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
@@ -20,9 +21,10 @@ from planner.program.program import Programs
 from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive, lower_bound
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
+from planner.search.many.searches import run_searches
 from planner.search.refine import is_fastest_kept, keep_inputs, order_children, prefer_autograd, quicken_steps
 from planner.search.slicing import allocates_little, fastest, loop_candidates
-from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, run_searches
+from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
 
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
@@ -246,7 +248,7 @@ class _Found:
     """
 
     def __init__(self, space: SearchSpace) -> None:
-        self.space, self.limits, self._key = space, limits_of(space.options), plan_key(space.options.minimize)
+        self.space, self.limits = space, limits_of(space.options)
         self.candidates: list[Candidate] = []
         self.interrupted = False
         self._searched: set[tuple[str, Limits, bool]] = set()
@@ -270,14 +272,17 @@ class _Found:
                 found = _candidates(self.space, objective, limits)
                 self.add((quicken_steps(self.space, candidate) for candidate in found) if quicker else found)
 
+    def _rank(self, candidate: Candidate) -> tuple[Any, bool]:
+        return candidate.rank(self.space.options.minimize)
+
     def best(self) -> Candidate | None:
         """Return the best candidate."""
-        return min(self.candidates, key=lambda c: self._key(c.cost), default=None)
+        return min(self.candidates, key=self._rank, default=None)
 
     def best_allowed(self) -> Candidate | None:
         """Return the best candidate within the limits."""
         allowed = [c for c in self.candidates if keeps_within(c.cost, self.limits)]
-        best = min(allowed, key=lambda c: self._key(c.cost), default=None)
+        best = min(allowed, key=self._rank, default=None)
         if best is not None and self.limits == NO_LIMITS and self.space.options.minimize == "time":
             best = fastest(allowed)
         if best is None or not self.interrupted:

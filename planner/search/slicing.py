@@ -32,8 +32,9 @@ from planner.program.ops import Einsum
 from planner.program.plan import Loop
 from planner.program.program import Programs
 from planner.program.tree import Tree, keep_nothing, nodes_of
+from planner.search.many.searches import MOST_AUTO, run_searches
 from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
-from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
+from planner.search.space import SLICE_STOP, Candidate, SearchSpace
 
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
@@ -314,12 +315,11 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     If some loops are worth it, that is the leanest of those that are about as fast as the fastest loop. Otherwise it is
     the fastest candidate without a loop.
     """
-    key = plan_key("time")
-    whole = min((c for c in candidates if c.loop is None), key=lambda c: key(c.cost))
+    whole = min((c for c in candidates if c.loop is None), key=lambda c: c.rank("time"))
     loops = [c for c in candidates if c.loop is not None and worth_cutting(c.cost, whole.cost)]
     most = CLOSE * min((c.cost.seconds for c in loops), default=0.0)
     near = [c for c in loops if c.cost.seconds <= most]
-    return min(near, key=lambda c: (c.cost.peak_bytes, key(c.cost)), default=whole)
+    return min(near, key=lambda c: (c.cost.peak_bytes, c.rank("time")), default=whole)
 
 
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
-from planner.cost.objective import Objective, StepKey, step_key
-from planner.language.errors import PlannerError, SearchLimitError
-from planner.language.options import SEARCHES, is_name
+from planner.cost.objective import Objective, StepKey, plan_key, step_key
+from planner.language.errors import SearchLimitError
+from planner.language.options import is_name
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
@@ -32,9 +32,7 @@ from planner.search.exact.listing import Bounds, fused_terms, kernel_launches
 from planner.search.exact.network import Network
 from planner.search.exact.sizes import has_tables
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
-from planner.search.many.greedy import improved_path
-from planner.search.many.reconfigure import MOST_CUT, estimate_of
-from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
+from planner.search.paths import check_path, external_path, splits_of
 
 # The objectives that are sums over steps.
 ADDITIVE = ("time", "flops", "bytes")
@@ -55,10 +53,9 @@ OPERAND_WORK = 4
 MOST_FILTERED = 13
 # How long fronts are where the search only wants a good tree to compare others with.
 FILTER_FRONT = 6
-# opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
-MOST_AUTO = 40
-# The least peak is that of one of so many improved paths, for up to `MOST_AUTO` operands; else of the best by estimate.
-MOST_PEAKS = 10
+# From so many operands and gathers on, the search over all trees lists only the steps of trees that are as good as the
+# best tree of a path.
+PATHS_FIRST = 11
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
 # Bounds are used if the contraction has fewer joint elements. A float ends at 2^1024.
@@ -144,6 +141,7 @@ class SearchSpace:
         naive: bool = False,
         limits: Limits = NO_LIMITS,
         as_run: bool = False,
+        known: SearchResult | None = None,
     ) -> tuple[SearchResult | None, Lowerer]:
         """Search over the trees of a path, or over all trees.
 
@@ -161,6 +159,7 @@ class SearchSpace:
             limits: the limits that the tree must meet.
             as_run: whether the steps of the naive plan cost what our stock implementations take, which may copy more
                 than the framework's own functions.
+            known: the best tree that is known, for a search over all trees without limits.
 
         Returns:
             What the search found, or None if no tree is within the limits; and the lowerer that it used.
@@ -175,7 +174,7 @@ class SearchSpace:
         search = _TreeSearch(self, lower, objective, limits, naive)
         if path is not None:
             return search.over_path(path), lower
-        return (search.over_all_lazily(stop) if search.additive else search.over_all_with_fronts(stop)), lower
+        return (search.over_all_lazily(stop, known) if search.additive else search.over_all_with_fronts(stop)), lower
 
     @property
     def has_plain_bounds(self) -> bool:
@@ -242,8 +241,15 @@ class SearchSpace:
         # Roughly how many steps there are.
         steps: int = 3**operands // 2 * 3**gathers
         if objective in ADDITIVE and limits == NO_LIMITS:
-            return gathers == 0 or steps <= stop.listed
+            by_numpy = has_tables(self.network) and self.step_bounds(objective).hold
+            return gathers == 0 or steps <= stop.listed or (by_numpy and operands + 2 * gathers <= stop.operands)
         return steps <= MOST_TRIED * stop.scored
+
+    def begins_with_paths(self, objective: str, limits: Limits) -> bool:
+        """Whether the search over all trees takes less time if it knows the tree of a path."""
+        gathers = len(self.network.gathers)
+        many = gathers > 0 and len(self.operands) + gathers >= PATHS_FIRST
+        return many and objective in ADDITIVE and limits == NO_LIMITS
 
 
 class _TreeSearch:
@@ -273,12 +279,14 @@ class _TreeSearch:
                 return self._with_fronts(space.steps, PATH_WORK + self._more).run(splits, sets)
         return self._over_path_with_few_places(path)
 
-    def over_all_lazily(self, stop: Stop) -> SearchResult:
+    def over_all_lazily(self, stop: Stop, known: SearchResult | None) -> SearchResult:
         """Search over all trees for the least sum over steps; if that is interrupted, along the greedy path."""
+        search = self.space._lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends))
         try:
-            return self.space._lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends)).run()
+            return search.run(known=known)
         except (KeyboardInterrupt, SearchEnded) as end:
-            greedy = self._over_path_with_few_places(self.space.path("greedy"))  # nothing is priced yet
+            # Nothing is priced yet.
+            greedy = known or self._over_path_with_few_places(self.space.path("greedy"))
             if greedy is None:
                 raise
             return dataclasses.replace(greedy, exact=False, interrupted=isinstance(end, KeyboardInterrupt), bound=0)
@@ -370,81 +378,6 @@ class Candidate:
         """The cost of both programs."""
         return self.programs.cost
 
-
-def run_searches(
-    space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto: Stop = AUTO
-) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-    """Run the searches that `optimize` asks for. Yield each result, the lowerer of its steps, and the search's name.
-
-    Args:
-        space: the contraction to search.
-        optimize: as in `planner.contract`.
-        objective: one of `planner.cost.objective.OBJECTIVES`.
-        limits: the limits that trees must meet.
-        auto: how much the exact search of "auto" may do.
-
-    Raises:
-        PlannerError: `optimize` is unknown.
-    """
-
-    def along(path: Any, origin: str) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-        result, lower = space.search(objective, PATH_STOP, path, limits=limits)
-        if result is not None:
-            yield result, lower, origin
-
-    if optimize in SEARCHES:
-        stop = OPTIMAL if optimize == "optimal" else auto
-        if space.may_be_exact(objective, stop, limits):
-            try:
-                result, lower = space.search(objective, stop, limits=limits)
-            except SearchLimitError:
-                pass
-            else:
-                if result is not None:
-                    yield result, lower, "exact"
-                return
-        yield from _search_large(space, objective, limits, auto is AUTO)
-        return
-    if is_name(optimize) and not is_path_name(optimize):
-        known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
-        raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
-    yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
-
-
-def _search_large(
-    space: SearchSpace, objective: str, limits: Limits, improves: bool
-) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-    """Yield what the searches for more operands than the exact search takes find; see `run_searches`.
-
-    Args:
-        space: the contraction.
-        objective: what is minimised.
-        limits: the limits that trees must meet.
-        improves: whether to improve greedy paths too.
-    """
-
-    def along(path: Any) -> tuple[SearchResult | None, Lowerer]:
-        return space.search(objective, PATH_STOP, path, limits=limits)
-
-    names = ("greedy",) if len(space.operands) > MOST_AUTO else ("greedy", "auto")
-    paths = [space.path(name) for name in names]
-    begun = time.monotonic()
-    for name, path in zip(names, paths, strict=True):
-        result, lower = along(path)
-        if result is not None:
-            yield result, lower, f"opt_einsum {name}"
-    if not improves:
-        return
-    # What is found must still be priced before the deadline.
-    pricing = (time.monotonic() - begun) / len(names)
-    estimate = estimate_of(objective, space.device, space.dtype)
-    ends = None if space.ends is None else space.ends - pricing
-    # A time takes several times as long to estimate as FLOPs.
-    most = MOST_CUT if objective == "flops" else MOST_CUT - 1
-    improved = improved_path(space.network, space.requires, estimate, paths, ends, most)
-    # An estimate that is a sum says little about a peak.
-    tried = MOST_PEAKS if objective == "peak" and len(space.operands) <= MOST_AUTO else 1
-    for path in improved.paths[:tried]:
-        result, lower = along(path)
-        if result is not None:
-            yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"
+    def rank(self, objective: Objective) -> tuple[Any, bool]:
+        """Return what the best candidate has the least of. Of equally good ones that is one that is proven."""
+        return plan_key(objective)(self.cost), not self.proven

@@ -177,6 +177,12 @@ class Runs:
         """The results and gradients of many index arrays at once."""
         return self.engine.vmap(functools.partial(self.functional, mode), 0)(qs)
 
+    def mapped_tangents(self, mode, qs):
+        """The results of many index arrays at once, in forward mode."""
+        return self.engine.vmap(
+            lambda q: self.engine.jvp(functools.partial(self.call, mode, q), self.operands, self.operands), 0
+        )(qs)
+
     def assert_same(self, found, expected, *what):
         """Values and NaN alike."""
         expected = expected if self.engine.differentiates else expected[:1]
@@ -202,7 +208,8 @@ class Runs:
     def check_mapped(self, arrays, every):
         for q in arrays:
             twice = np.stack([q, q])
-            assert_named(refusal(self.mapped, "raise", self.given(twice)), twice, self.family.size)
+            for run in (self.mapped, self.mapped_tangents):
+                assert_named(refusal(run, "raise", self.given(twice)), twice, self.family.size)
         for mode, found in self.map(self.given(np.stack(arrays))).items():
             for row, expected in enumerate(every):
                 self.assert_same([x[row] for x in found], expected[mode], mode, "mapped, row", row)

@@ -152,7 +152,7 @@ def run_at_each_instruction(function, prepare, call, meanwhile):
 @pytest.mark.parametrize("function", ["__call__", "_own"])
 def test_another_thread_runs_the_same_member_of_a_family(function, torch):
     """The first call of a member whose indices count from the end changes what runs the member."""
-    from planner.backends.torch.runner import _Indexed
+    from planner.backends.torch.indexed_rows import IndexedRun
 
     x, w, q = torch.arange(40.0)[:, None], torch.ones(50, 1), torch.arange(50) - 20
 
@@ -160,13 +160,13 @@ def test_another_thread_runs_the_same_member_of_a_family(function, torch):
         planner.caches().clear()
         planner.contract("q[n]d, nd -> n", x, w, q=q % 20)
         (run,) = api._RUNNERS.values()
-        assert isinstance(run, _Indexed)
+        assert isinstance(run, IndexedRun)
         return run
 
     def call(run):
         assert torch.equal(run((x, w), {"q": q}), x[q, 0])
 
-    assert run_at_each_instruction(getattr(_Indexed, function), prepare, call, call) > 10
+    assert run_at_each_instruction(getattr(IndexedRun, function), prepare, call, call) > 10
 
 
 def test_executables_of_members_are_made_while_another_thread_uses_the_representative(torch):

@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from planner.backends.common.indices import range_error
 from planner.backends.jax.evaluation import Mode, input_count
@@ -40,12 +42,22 @@ with contextlib.suppress(ImportError):
         """An index out of range, in the words of the error that is raised where values can be seen."""
 
         prim: Gather  # in JAX's own errors the name of a primitive
-        operand_shape: tuple[int, ...]  # the shape of the index array
+        operand_shape: jax.ShapeDtypeStruct  # that of the index array
 
         def __str__(self) -> str:
-            value, place, _ = np.asarray(self._payload).tolist()
-            position = tuple(map(int, np.unravel_index(place, self.operand_shape)))
-            return str(range_error(self.prim, position, value))
+            # JAX's own errors have three numbers of 32 bits. Here the place is between both halves of the index.
+            low, place, high = np.asarray(self._payload).tolist()
+            array = self.operand_shape
+            value = high << 32 | low % 2**32
+            value += 2**64 if value < 0 and jnp.issubdtype(array.dtype, jnp.unsignedinteger) else 0
+            return str(range_error(self.prim, tuple(map(int, np.unravel_index(place, array.shape))), value))
+
+    def _halves(number: Any) -> tuple[Any, Any]:
+        """Return the low and the high 32 bits of a whole number. Types of 64 bits need not be enabled."""
+        if number.dtype.itemsize == 8:
+            low, high = lax.bitcast_convert_type(number, jnp.int32)
+            return low, high
+        return number.astype(jnp.int32), jnp.where(number < 0, jnp.int32(-1), jnp.int32(0))
 
     def _check_index(
         context: tuple[Any, ...], error: Any, enabled: Any, raw: Any, *, gather: Gather
@@ -54,8 +66,9 @@ with contextlib.suppress(ImportError):
             return error, check_p.bind(raw, gather=gather)
         bad = is_bad(raw, gather).ravel()
         place = jnp.argmax(bad)
-        payload = jnp.stack([jnp.asarray(x, jnp.int32) for x in (raw.ravel()[place], place, gather.size)])
-        found = _BadIndex(get_traceback(), gather, raw.shape, payload)
+        low, high = _halves(raw.ravel()[place])
+        payload = jnp.stack([low, place.astype(jnp.int32), high])
+        found = _BadIndex(get_traceback(), gather, jax.ShapeDtypeStruct(raw.shape, raw.dtype), payload)
         return assert_func(*context, error, bad.any(), found), []
 
     def _check_indices(

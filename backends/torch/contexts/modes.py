@@ -65,12 +65,21 @@ def under_grads(*tensors: Any) -> list[torch.Tensor] | None:
         return None
     inside = []
     for x in tensors:
-        while _is_wrapped(x):
-            x = _inside(x)
+        x = whole(x)
         if type(x) not in _TENSORS or x.is_meta:
             return None
         inside.append(x)
     return inside
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Return what is inside of a tensor that transforms of `torch.func` wrap: under `vmap` all arrays of the batch.
+
+    Its values can be looked at, within `below_transforms`.
+    """
+    while _is_wrapped(x):
+        x = _inside(x)
+    return x
 
 
 def below_transforms() -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import string
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.language.spec import Spec
@@ -24,7 +24,7 @@ from planner.program.tree import Leaf, Node, Tree
 from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
 from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
-from planner.search.exact.sizes import has_tables, number_of
+from planner.search.exact.sizes import has_tables
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 from planner.search.exact.vectors import VectorListing
 
@@ -81,23 +81,31 @@ class LazySearch:
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
-        # See `has_below`.
+        # The key of a tree that is known, see `run`; and a score, see `has_below`.
+        self.known: int | None = None
         self.wanted: int | None = None
-        # Returns the value of a number. Without gathers that is its set of operands.
-        self.value_of: Callable[[int], Value] = lambda number: Value(number, ())
 
-    def run(self, splits: Splits | None = None) -> SearchResult:
+    def run(self, splits: Splits | None = None, known: SearchResult | None = None) -> SearchResult:
         """Return the best tree over the given splits of the operands, or over all; or the best so far.
+
+        Args:
+            splits: the splits; None for all.
+            known: a tree of this network that another search found. It is returned if no other is better.
 
         Raises:
             SearchEnded: the deadline was over before a first tree was priced.
             SearchLimitError: there are more steps than may be listed.
         """
         last, last_key = self._last()
+        if known is not None:
+            self.known = pack(known.score[0]) - last_key
         edges, key, bound = self._search(splits)
-        tree = self._build(edges)
-        if last is not None:
-            tree = Node(last.with_layouts(()), (tree,))
+        if known is not None and not edges:
+            tree = known.tree
+        else:
+            tree = self._build(edges)
+            if last is not None:
+                tree = Node(last.with_layouts(()), (tree,))
         return SearchResult(
             tree,
             (unpack(key + last_key),),
@@ -122,7 +130,8 @@ class LazySearch:
     def _search(self, splits: Splits | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree.
 
-        There are no steps if the bound alone says that no tree is below the wanted score.
+        There are no steps if the known tree is the best, or if the bound alone says that no tree is below the wanted
+        score.
         """
         if splits is None and self._uses_vectors():
             return self._search_vectors()
@@ -136,35 +145,34 @@ class LazySearch:
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
         listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed, self.stop.deadline)
-        if not self.network.gathers:
-            return self._solve(StepGraph(list_plain_edges(*listed), self.network.everything), None)
-        values, edges = list_edges(*listed)
-        self.value_of = values.__getitem__
-        return self._solve(StepGraph(edges, values.index(self.steps.final)), None)
+        edges = list_edges(*listed) if self.network.gathers else list_plain_edges(*listed)
+        return self._solve(StepGraph(edges, self.network.number(self.steps.final)), None)
 
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves: dict[int, Edge] = {}
-        operands = len(self.network.leaves)
-        for operand in range(operands):
+        for operand in range(len(self.network.leaves)):
             for status, edge in self._leaf_edges(operand):
-                edge.result = number_of(Value(1 << operand, status), operands)
+                edge.result = self.network.number(Value(1 << operand, status))
                 if edge.result not in leaves or edge.key < leaves[edge.result].key:
                     leaves[edge.result] = edge
         priced = {(number, 0, 0): edge for number, edge in leaves.items()}
-        limit = None if self.wanted is None else float(self.wanted)
+        edges: list[Edge] = []
+        key = self.known
+        limit = self.wanted if key is None else first_of(key)
         while True:
             reads = {number: edge.key for number, edge in leaves.items()}
             listing = VectorListing(self.network, reads, self.bounds, self.stop.deadline, limit)
-            self.value_of = listing.value
             if self.wanted is not None and listing.least >= self.wanted:
                 bound = pack((self.wanted, 0, 0, 0))
                 return [], bound, bound
-            edges = self._price_steps(listing.best_steps(), priced)
-            key = sum(edge.key for edge in edges)
+            tree = self._price_steps(listing.best_steps(), priced)
+            total = sum(edge.key for edge in tree)
+            if key is None or total < key:
+                edges, key = tree, total
             if first_of(key) <= listing.limit or self.wanted is not None:
                 break
-            limit = float(first_of(key))
+            limit = first_of(key)
         ends_early = self.stop.gains and self.bounds.objective == "time"
         left_over, cut = listing.drop_worse(first_of(key), MOST_LEFT if ends_early else None)
         if left_over > MOST_EDGES:
@@ -300,8 +308,8 @@ class LazySearch:
 
     def _price_edge(self, edge: Edge) -> None:
         """Put the price of an edge in the place of its lower bound."""
-        inputs = tuple(map(self.value_of, edge.children))
-        edge.op = self.steps.step(inputs, self.value_of(edge.result))
+        inputs = tuple(map(self.network.value, edge.children))
+        edge.op = self.steps.step(inputs, self.network.value(edge.result))
         edge.key, edge.priced = self.price(edge.op, [value.operands for value in inputs]), True
 
     def _build(self, edges: Sequence[Edge]) -> Tree:

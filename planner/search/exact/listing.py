@@ -85,7 +85,7 @@ def list_edges(
     bounds: Bounds,
     most: int,
     ends: float | None = None,
-) -> tuple[list[Value], list[Edge]]:
+) -> list[Edge]:
     """List the steps of all trees over the given splits, one by one.
 
     Args:
@@ -97,7 +97,7 @@ def list_edges(
         ends: the time of `time.monotonic` at which to end, or None.
 
     Returns:
-        The values, and the edges between their numbers. The edges into a value come before those that read it.
+        The edges between the numbers of values. Those into a value come before those that read it.
 
     Raises:
         SearchLimitError: there are more steps.
@@ -111,7 +111,10 @@ def list_edges(
     statuses: dict[int, list[Status]] = {}
 
     def into(value: Value) -> int:
-        return numbers.setdefault(value, len(numbers))
+        number = numbers.get(value)
+        if number is None:
+            number = numbers[value] = network.number(value)
+        return number
 
     for operands in _ascending_sets(network.everything, splits):
         found: dict[Status, list[Edge]] = {}
@@ -149,7 +152,7 @@ def list_edges(
             return unary_floor(objective, bounds.device, wanted, elements * size, (taken, added), more, xp)
 
         _set_floors(unary, sizes, bounds.objectives, floor)
-    return list(numbers), edges
+    return edges
 
 
 def list_plain_edges(
@@ -160,7 +163,7 @@ def list_plain_edges(
     most: int,
     ends: float | None = None,
 ) -> list[Edge]:
-    """Return what `list_edges` lists for a network without gathers. The number of a value is its set of operands."""
+    """Return what `list_edges` lists for a network without gathers."""
     edges: list[Edge] = []
     products = _Products(network, bounds)
     axes: dict[int, int] = {}

@@ -35,7 +35,10 @@ Bits = Any  # an integer, or an array of integers
 
 
 class Value(NamedTuple):
-    """A value of the search: its operands (a bit set) and the status of each one-hot factor."""
+    """A value of the search: its operands (a bit set) and the status of each one-hot factor.
+
+    It has a number: the bits of its operands, and above them the number of its status among all statuses.
+    """
 
     operands: int
     status: Status
@@ -127,6 +130,22 @@ class Network:
         self._factor_axes = sum(self.pools) | functools.reduce(operator.or_, self.rows, 0)
         self.open = (POOL,) * len(gathers)
         self.final: Status = tuple(SCATTER if pool & self.result_mask else ROWS for pool in self.pools)
+
+    @functools.cached_property
+    def statuses(self) -> list[Status]:
+        """All statuses that values may have, in the order of their numbers."""
+        return list(itertools.product((POOL, ROWS, SCATTER), repeat=len(self.gathers)))
+
+    def number(self, value: Value) -> int:
+        """Return the number of a value."""
+        status = 0
+        for state in value.status:
+            status = 3 * status + state
+        return status << len(self.leaves) | value.operands
+
+    def value(self, number: int) -> Value:
+        """Return the value of a number."""
+        return Value(number & self.everything, self.statuses[number >> len(self.leaves)])
 
     def mask(self, term: Iterable[Any]) -> int:
         """Return the bit set of a term's axes."""

@@ -1,12 +1,8 @@
-"""The axes and sizes of all values and steps of a network, which lower bounds depend on.
-
-The number of a value is its set of operands. With gathers the number of its status stands above these bits.
-"""
+"""The axes and sizes of all values and steps of a network, which lower bounds depend on."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -15,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.cost.floor import Launches
-from planner.search.exact.network import POOL, ROWS, SCATTER, Bits, Network, Status, Value
+from planner.search.exact.network import POOL, SCATTER, Bits, Network, Status
 
 # How many steps numpy looks at at once.
 BLOCK = 1 << 15
@@ -127,22 +123,25 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def split_blocks(operands: int, reverse: bool = False, good: Any = None) -> Iterator[tuple[Any, Any, Any]]:
+def split_blocks(
+    operands: int, reverse: bool = False, good: Any = None, counts: Sequence[int] | None = None
+) -> Iterator[tuple[Any, Any, Any]]:
     """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
 
     Args:
         operands: how many operands there are.
         reverse: whether to begin with large sets rather than with small ones.
         good: for each set whether to yield splits with it; None for all. Then what is yielded has no rows for sets.
+        counts: how many operands the sets have; None for all from two on.
     """
     order = -1 if reverse else 1
     masks = np.arange(1, 1 << operands, dtype=np.int64)
-    counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    size = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
     if good is not None:
-        masks, counts = masks[good[1:]], counts[good[1:]]
-    for count in range(2, operands + 1)[::order]:
+        masks, size = masks[good[1:]], size[good[1:]]
+    for count in (range(2, operands + 1) if counts is None else counts)[::order]:
         patterns = _patterns(count)
-        sets = masks[counts == count]
+        sets = masks[size == count]
         each = max(1, BLOCK // len(patterns))
         for start in range(0, len(sets), each)[::order]:
             union = sets[start : start + each]
@@ -172,7 +171,6 @@ class ValueSizes:
         operands: how many operands it has.
 
     Attributes:
-        statuses: the statuses of one-hot factors; one if there are no gathers.
         outside: the axes that others or the result have, by the set of operands.
         axes: by the number of the value.
         elements: likewise.
@@ -185,8 +183,7 @@ class ValueSizes:
         self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
         few = len(network.axes) < 31
         self.outside: Any = union[::-1] | network.result_mask
-        self.statuses = list(itertools.product((POOL, ROWS, SCATTER), repeat=len(network.gathers)))
-        axes = [network.axes_with(union, self.outside, status) for status in self.statuses]
+        axes = [network.axes_with(union, self.outside, status) for status in network.statuses]
         self.axes: Any = np.concatenate(axes).astype(np.int32 if few else np.int64)
         self.elements: Any = self.size(self.axes)
 
@@ -199,11 +196,6 @@ class ValueSizes:
             shift += width
             sizes = sizes * table[axes >> shift & len(table) - 1]
         return sizes
-
-
-def number_of(value: Value, operands: int) -> int:
-    """Return the number of a value of a network of so many operands."""
-    return functools.reduce(lambda number, state: 3 * number + state, value.status, 0) << operands | value.operands
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:

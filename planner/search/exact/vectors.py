@@ -13,10 +13,11 @@ import numpy as np
 
 from planner.cost.floor import Order, gathered_floor, product_floor, unary_floor, value_floor
 from planner.language.dtypes import itemsize
+from planner.search.exact.gathered import GatheredSteps, stages
 from planner.search.exact.graph import Edge, first_of
 from planner.search.exact.listing import Bounds, gathered_sizes, launches_of, set_keys
 from planner.search.exact.network import Network, Value
-from planner.search.exact.sizes import BLOCK, ValueSizes, number_of, row_launches, sizes_of, split_blocks
+from planner.search.exact.sizes import BLOCK, ValueSizes, row_launches, sizes_of, split_blocks
 from planner.search.exact.steps import NETWORK, UNKNOWN, SearchEnded
 
 # Up to how many operands the bounds of steps are kept for a second look.
@@ -33,8 +34,7 @@ _Block = tuple[Any, Any, Any, Any]
 class VectorListing:
     """The steps of all trees over a network, bounded by numpy.
 
-    Most sets of operands have values so large that no good tree computes them. Without gathers, steps with such a value
-    are left out.
+    Most sets of operands have values so large that no good tree computes them. Steps with such a value are left out.
 
     Args:
         network: the network; its sizes are not 0.
@@ -42,7 +42,7 @@ class VectorListing:
         bounds: what lower bounds depend on. They hold.
         deadline: the time of `time.monotonic` at which to end, or None.
         limit: steps may be left out that are only in trees of a higher score. If it is None, it is a multiple of what a
-            greedy tree has by bounds.
+            greedy tree has by bounds, or infinite with gathers.
 
     Raises:
         SearchEnded: the deadline was over before the best tree by bounds was found.
@@ -66,15 +66,15 @@ class VectorListing:
     ) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(network.leaves)
         self._values = ValueSizes(network, self.operands)
-        self.statuses, self.elements = self._values.statuses, self._values.elements
+        self.statuses, self.elements = network.statuses, self._values.elements
         sets = np.arange(network.everything + 1)
         self.wanted = np.tile((sets & bounds.gradient_operands) != 0, len(self.statuses))
-        self.root = number_of(Value(network.everything, network.final), self.operands)
+        self.root = network.number(Value(network.everything, network.final))
         self._leaves = {number: float(first_of(key)) for number, key in leaves.items()}
         self._survivors: list[_Block] = []
         self._known = math.inf
         if network.gathers:
-            limit = math.inf if limit is None else limit  # all steps are listed in any case
+            limit = math.inf if limit is None else limit
         else:
             self._least_of_sets = self._bound_sets()
         self.limit = LIMIT_TIMES * self._greedy_score() if limit is None else limit
@@ -82,10 +82,6 @@ class VectorListing:
         while not self._list() and limit is None:
             self.limit *= LIMIT_TIMES
         self._deadline = None  # now there is a tree to return
-
-    def value(self, number: int) -> Value:
-        """Return the value of a number."""
-        return Value(number & self.network.everything, self.statuses[number >> self.operands])
 
     def _check_time(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -104,10 +100,8 @@ class VectorListing:
         Args:
             blocks: steps, those into small sets first.
         """
-        inside = np.full(len(self.wanted), np.inf)
+        inside = self._inside_of_leaves()
         first, second = np.zeros((2, len(inside)), dtype=np.int64)
-        inside[0] = 0.0
-        inside[list(self._leaves)] = list(self._leaves.values())
         for result, left, right, floors in blocks:
             self._check_time()
             rows, least = least_rows(result, inside[left] + inside[right] + floors)
@@ -115,6 +109,13 @@ class VectorListing:
             rows, values = rows[some], result[rows[some]]
             first[values], second[values], inside[values] = left[rows], right[rows], least[some]
         return inside, (first, second)
+
+    def _inside_of_leaves(self) -> Any:
+        """Return the least score of a tree of each value, as far as steps that read operands tell."""
+        inside = np.full(len(self.wanted), np.inf)
+        inside[0] = 0.0
+        inside[list(self._leaves)] = list(self._leaves.values())
+        return inside
 
     def best_steps(self) -> list[tuple[int, int, int]]:
         """Return the best tree by bounds; see `tree_steps`."""
@@ -251,7 +252,7 @@ class VectorListing:
             yield from reversed(self.blocks) if reverse else self.blocks
             return
         if self.network.gathers:
-            self.blocks = self._gathered_blocks()
+            self.blocks = list(self._gathered_blocks())
             yield from self.blocks
             return
         good = self._least_of_sets <= self.limit * (1 + 1e-9) + 1
@@ -280,39 +281,29 @@ class VectorListing:
                 self.blocks.append(bounded)
             yield bounded
 
-    def _gathered_blocks(self) -> list[_Block]:
-        """Return the steps of a network with gathers, those into small sets and low statuses first."""
-        network, values, bits = self.network, self._values, self.operands
-        everywhere = np.ones(network.everything + 1, dtype=bool)
-        union, *parts = (np.concatenate(part) for part in zip(*split_blocks(bits, good=everywhere), strict=True))
-        sets = np.arange(1, network.everything + 1)
-        steps: list[tuple[Any, Any, Any]] = []
+    def _gathered_blocks(self) -> Iterator[_Block]:
+        """Yield the steps of a network with gathers, those into small sets and low statuses first.
 
-        def add(legal: Any, result: Any, left: Any, right: Any) -> None:
-            some = np.flatnonzero(np.broadcast_to(legal, len(result)))
-            steps.append((result[some], left[some], right[some]))
-
-        numbers = [number << bits for number in range(len(self.statuses))]
-        for (high, after), (low, a) in itertools.product(zip(numbers, self.statuses, strict=True), repeat=2):
+        What no tree within the limit has is left out as soon as that is known, and what would read it is not listed.
+        """
+        bounds, everything = self.bounds, self.network.everything
+        to_come = 0.0  # what each product costs at least that the tree has besides
+        if bounds.objective == "time":
+            to_come = min(1.0, *bounds.launches) * (bounds.device.launch_seconds - 1e-11) * 1e12
+        inside, steps = self._inside_of_leaves(), GatheredSteps(self.network, self._values)
+        for counts in stages(self.operands):
             self._check_time()
-            left = low | parts[0]
-            for number, b in zip(numbers, self.statuses, strict=True):
-                if network.can_merge(a, b, after, -1, -1, True):
-                    right = number | parts[1]
-                    axes, whole = values.axes[left] | values.axes[right], union == network.everything
-                    legal = network.can_merge(a, b, after, axes, values.outside[union], whole)
-                    add(legal, high | union, left, right)
-            if network.can_advance(a, after, -1, -1, True):
-                axes, whole = values.axes[low | sets], sets == network.everything
-                legal = network.can_advance(a, after, axes, values.outside[sets], whole)
-                add(legal, high | sets, low | sets, np.zeros_like(sets))
-        result, left, right = (np.concatenate(part) for part in zip(*steps, strict=True))
-        counts = (sets[:, None] >> np.arange(bits) & 1).sum(axis=1)
-        stage = counts[(result & network.everything) - 1] * len(self.statuses) + (result >> bits)
-        order = np.lexsort((result, stage))
-        block = (result, left, right, self._floors(self.bounds.objective, result, left, right))
-        ends = np.flatnonzero(np.diff(stage[order])) + 1
-        return list(zip(*(np.split(part[order], ends) for part in block), strict=True))
+            result, left, right, ends = steps.into(counts, np.isfinite(inside))
+            parts = (result, left, right, self._floors(bounds.objective, result, left, right))
+            for block in zip(*(np.split(part, ends) for part in parts), strict=True):
+                result, left, right, floors = block
+                if not len(result):
+                    continue
+                others = self.operands - (int(result[0]) & everything).bit_count()
+                scores = inside[left] + inside[right] + floors
+                within = scores <= self.limit * (1 + 1e-9) + 1 - to_come * others
+                np.minimum.at(inside, result[within], scores[within])
+                yield _rows(block, within)
 
     def _orders_of(self, values: Any, copies: bool) -> Order:
         operands = values & self.network.everything
@@ -339,7 +330,7 @@ class VectorListing:
         """Return the bounds of steps between values of the same statuses; -1 for products that read no index array."""
         bounds, values, network = self.bounds, self._values, self.network
         read = [left, right] if right[0] else [left]
-        before, after = [self.value(int(part[0])).status for part in read], self.value(int(result[0])).status
+        before, after = [network.value(int(part[0])).status for part in read], network.value(int(result[0])).status
         terms = [values.axes[part] for part in (*read, result)]
         sizes = sizes_of(network, values.size, before, after, terms, np)
         wanted = [self.wanted[part] for part in read]
