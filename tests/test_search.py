@@ -523,6 +523,18 @@ def test_paths_of_every_kind(optimize):
     np.testing.assert_array_equal(plan(*operands), np.linalg.multi_dot(operands))
 
 
+@pytest.mark.parametrize(
+    "optimize", ["greedy", "dp", "auto-hq", "random-greedy", "random-greedy-128", opt_einsum.RandomGreedy(), [(0,)]],
+    ids=lambda optimize: str(optimize).split(" object")[0].strip("<"),
+)  # fmt: skip
+def test_one_operand_has_one_path(optimize):
+    """opt_einsum's random searches fail for it."""
+    plan = planner.plan("iij -> ji", (2, 2, 3), optimize=optimize, backend="numpy")
+    assert plan.path == ((0,),)
+    x = np.arange(12.0, dtype="float32").reshape(2, 2, 3)
+    np.testing.assert_array_equal(plan(x), np.einsum("iij->ji", x))
+
+
 @pytest.mark.parametrize("step", [*itertools.permutations(range(3)), (3, 1), (1, 3, 0, 2)])
 def test_splits_of_a_path_have_the_lowest_operand_first(step):
     path = [step, *([] if len(step) == 4 else [tuple(range(5 - len(step)))])]
