@@ -35,7 +35,7 @@ from planner.program.ops import Cast, Einsum, Guard, Op
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
-__all__ = ["add_guards", "dropped_brackets", "dropping_bytes", "guard_bytes", "index_bytes", "mark_bytes"]
+__all__ = ["add_guards", "dropped_brackets", "dropping_bytes", "guard_bytes", "index_bytes", "is_marked", "mark_bytes"]
 
 # Bytes of the single numbers that a step allocates: zeros to put in, sums to look at.
 _NUMBERS = 64
@@ -176,6 +176,11 @@ def dropping_bytes(op: Op) -> int:
             total += size * _rows(spec, term_axes(term)) + 2 * _rows(spec, row_axes(term))
             total += sum(9 * _rows(spec, gather.axes) for gather in gathers) + _NUMBERS
     return total
+
+
+def is_marked(spec: Spec) -> bool:
+    """Whether results can depend on a bad index, which "nan" marks: an operand is read through an index array."""
+    return any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
 
 
 def mark_bytes(spec: Spec, dtype: str) -> int:
