@@ -479,6 +479,23 @@ def test_jax_peaks_of_what_xla_reshapes(name, steps_alone):
         assert 0.8 < measured / predicted < 1.2, str(program)
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "q"),
+    [
+        ("cijg, gq[]ci -> jcg", ((30, 20, 30, 20), (20, 5, 30, 20)), ()),  # both factors are copied
+        ("cijg, q[g]ci -> jcg", ((30, 20, 30, 20), (9, 30, 20)), (20,)),
+        ("nij, q[n]jk -> nik", ((90, 20, 30), (40, 30, 20)), (90,)),  # none is
+    ],
+)
+def test_numpy_copies_the_factors_of_a_product_with_rows(spec, shapes, q):
+    """As matrices of a batch: those copies are in the predicted peak, too."""
+    operands = [np.ones(shape, "float32") for shape in shapes]
+    options = {"q": np.zeros(q, int), "optimize": [(0, 1)], "minimize": "flops"}
+    ((measured, predicted, program),) = numpy_peaks(spec, operands, options)
+    assert [step.choice.lowering for step in program.steps] == ["take, multiply, add"]
+    assert 0.9 * measured <= predicted <= 1.1 * measured + 4096
+
+
 @pytest.mark.parametrize("objective", ["time", "peak"])
 def test_a_vector_times_matrices_with_the_batch_innermost(objective, torch):
     """Whichever row runs, its copy or its product is in the predicted peak."""

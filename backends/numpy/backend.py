@@ -15,11 +15,12 @@ from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.routing import Routing
 from planner.backends.common.run import prepare_program
 from planner.backends.common.stock import Product, matmul_product, viewing
+from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
 from planner.cost.figures import Work
 from planner.cost.rates import load_rates
-from planner.language.dtypes import accumulator
+from planner.language.dtypes import accumulator, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.options import MODES
 from planner.language.spec import Gather, Operand, Spec, term_axes
@@ -113,6 +114,8 @@ def _work(op: Op, device: Device) -> list[Work]:
     parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
     if kind == "broadcast":  # a view
         return [Work(launches=1)]
+    if kind == "take, multiply, add":
+        return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype))]
     if kind not in ("multiply", "sum"):
         return parts
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
