@@ -758,6 +758,26 @@ def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, object
     assert found is None or not (found.exact and plain.exact) or found.tree == plain.tree
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (",".join(["a"] * 11) + "->a", *[(5,)] * 11),
+        (",".join(["ab"] * 12) + "->ab", *[(3, 4)] * 12),
+        ("ab,bc,cd,de,ef,fg,gh,hi,ij,jk,kl->al", *[(1, 1)] * 11),
+        (",,,,->", *[()] * 5),
+        (",".join([""] * 11) + "->", *[()] * 11),
+    ],
+    ids=["vectors", "matrices", "chain of numbers", "five numbers", "eleven numbers"],
+)
+def test_networks_of_which_all_trees_are_as_good_are_planned(arguments, backend):
+    """More steps than may be left were in trees as good as the best, and all were dropped. Numbers have no axes."""
+    pytest.importorskip(backend)
+    plan = planner.plan(*arguments, backend=backend)
+    assert len(plan.programs.forward.steps) == len(arguments) - 2
+    assert plan.gap < 0.05
+
+
 def test_a_product_whose_rows_are_added_up_last_is_not_run_again():
     """The gradient of the segment sum does not read it. A bound that counts it twice rules out all trees."""
     pytest.importorskip("jax", reason="jax is not installed")
