@@ -426,6 +426,10 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
             raise ShapeError(
                 f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
             )
+        if not all(hasattr(stride, "__index__") for stride in operand.strides or ()):
+            raise ShapeError(f"{what} has the strides {operand.strides!r:.80}: strides are integers")
+        if operand.requires_grad not in (True, False):
+            raise PlannerTypeError(f"{what} has requires_grad={operand.requires_grad!r:.80}: give True or False")
     elif framework_of(operand) != backend.name and not (backend.name == "jax" and is_stand_in(operand)):
         raise PlannerError(
             f"{what} is a {type(operand).__name__}, which is not a {backend.name} array: "

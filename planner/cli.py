@@ -305,6 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"MemoryError: {error}: take smaller sizes, or run nothing here", file=sys.stderr)
+        return 2
 
 
 def _explain(plan: Plan, options: argparse.Namespace) -> int:

@@ -254,6 +254,9 @@ class Plan(PlanRecord):
 
         Args:
             most: how many plans to return at most.
+
+        Raises:
+            PlannerError: `most` is not a number of plans.
         """
         return alternatives(self, most)
 

@@ -18,6 +18,7 @@ from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Spec, Term, row_axes, term_gathers
 from planner.program.callbacks import callbacks
 from planner.program.frameworks import beside_jax, load_backend, operands_framework
+from planner.program.guards import is_marked
 from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.search.collectives import whole_plan
@@ -127,8 +128,7 @@ def bind_plan(plan: PlanRecord, run: RunPlan | None = None, sizes: Mapping[str |
     """
     spec = plan.resolved.spec
     run = load_backend(plan.backend).bind(plan) if run is None else run
-    reads = any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
-    if not (reads and MODES[plan.index_mode].unmarked):
+    if not (MODES[plan.index_mode].unmarked and is_marked(spec)):
         return run
     return partial(_run_and_mark, run, plan, spec.by_entry if sizes is None else sizes)
 

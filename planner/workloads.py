@@ -22,6 +22,7 @@ import numpy as np
 
 from planner.language.parse import parse
 from planner.language.spec import Spec, Term, replace_gathers, term_gathers
+from planner.program.frameworks import load_backend
 
 Framework = Literal["numpy", "torch", "jax"]
 Values = Literal["integers", "normal"]
@@ -224,7 +225,7 @@ def _random(rng: np.random.Generator, shape: Shape, values: Values) -> np.ndarra
 def to_framework(framework: Framework, array: np.ndarray[Any, Any], dtype: str) -> Any:
     """Return an array in a framework and dtype. JAX narrows 64-bit types unless they are enabled."""
     if framework == "numpy":
-        return array.astype(dtype)
+        return load_backend("numpy").from_numpy(array, dtype, "")
     if framework == "torch":
         import torch
 

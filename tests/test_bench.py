@@ -171,3 +171,18 @@ def test_compare_runs_a_spec_beside_what_users_write(framework, tmp_path, capsys
     assert "broadcast" in capsys.readouterr().err
     assert main([*arguments, "--memory-limit", "1 MB"]) == 2
     assert main(["compare", "ij -> j", "3x4", "--backend", "numpy"]) == 2
+
+
+def test_compare_says_what_it_cannot_run(capsys):
+    pytest.importorskip("torch")
+    from planner.cli import main
+
+    def refusal(*arguments):
+        assert main(["compare", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "'j' repeats the result" in refusal("i -> ij", "3", "--size", "j=4")
+    assert "'i' repeats the result" in refusal("i -> ii", "3")
+    assert "'q' indexes 5 and 3" in refusal("q[n]j, q[n]k -> njk", "5x2", "3x2", "--index", "q=4")
+    assert "no index array 'q' fits" in refusal("q[n]j -> nj", "0x2", "--index", "q=4")
+    assert "no index array 'q' fits" in refusal("n -> q[n]", "4", "--index", "q=4", "--size", "q=0")

@@ -173,6 +173,21 @@ def test_all_questions_are_answered_by_the_full_cases(framework):
     assert {answer.seed for answer in answers(compared)} == {"000", "001", "002", "003"}
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (0, 0, "as much memory"),
+        (0, 2000, "2 kB of memory"),
+        (2000, 0, "0 B of memory"),
+        (2000, 1000, "1/2 of the memory"),
+        (1000, 2000, "2x of the memory"),
+    ],
+)
+def test_a_gain_over_a_way_that_allocates_nothing(theirs, ours, said):
+    case, (mine, other) = next(iter(cases("torch"))), [WayFigures(1e-3, x, 1e-3, x, 0) for x in (ours, theirs)]
+    assert gain_line(Comparison(case, mine, {"einsum": other})).endswith(f"with {said}.")
+
+
 def test_the_largest_gain_comes_first_and_no_line_is_too_wide(framework):
     gains = iter((2.0, 8.0, 4.0))
     compared = []

@@ -212,6 +212,11 @@ WRONG_PLANS = [
     ((",".join("a" * 5_001) + "->", *[(2,)] * 5_001), {}, planner.SearchLimitError, "5001 operands are more than the 5000"),
     (("ij->ij", np.dtype(float)), {}, planner.PlannerError, r"operand 0 is a .*pass planner.Operand\(shape, dtype\)"),
     (PAIR, {"memory_limit": "9" * 5000}, planner.PlannerError, "memory_limit='9999.* is not a number of bytes"),
+    (("ij->ij", planner.Operand((2, 3), strides=(3.0, 1))), {}, planner.ShapeError, "operand 0 has the strides .* are integers"),
+    (("ij->ij", planner.Operand((2, 3), requires_grad="no")), {}, planner.PlannerTypeError, "operand 0 has requires_grad='no'"),
+    (PAIR, {"deadline": 10**400}, planner.PlannerError, "deadline=1000"),
+    (PAIR, {"optimize": lambda: 1}, planner.PlannerError, "optimize= raised TypeError.* as opt_einsum calls"),
+    (PAIR, {"optimize": lambda *arguments: 1 / 0}, planner.PlannerError, "optimize= raised ZeroDivisionError"),
     (PAIR, {"minimize": lambda: 1}, planner.PlannerError, "minimize= raised TypeError"),
     (PAIR, {"minimize": lambda cost: cost.money}, planner.PlannerError, "has seconds, flops, bytes_moved"),
     (PAIR, {"minimize": lambda cost: None}, planner.PlannerError, "minimize= gave"),
@@ -225,6 +230,15 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
     with pytest.raises(planner.PlannerError, match=message) as caught:
         planner.plan(*arguments, **{"backend": "numpy", **options})
     assert type(caught.value) is kind
+
+
+def test_wrong_arguments_of_methods_are_named():
+    plan = planner.plan(*PAIR, backend="numpy")
+    for most in (-1, 1.5, "x", True):
+        with pytest.raises(planner.PlannerError, match=f"most={most!r}"):
+            plan.alternatives(most)
+    with pytest.raises(planner.PlannerError, match="analysis=3"):
+        plan.to_html(analysis=3)
 
 
 @pytest.mark.parametrize(

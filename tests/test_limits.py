@@ -240,6 +240,20 @@ def test_an_expanded_output_gradient_keeps_to_the_limit(torch):
     assert all((g == 400).all() for g in found)
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices"),
+    [("hf, hic -> fich", ((30, 60), (30, 60, 5)), {}), ("nj -> q[n]j", ((40, 5),), {"q": (40,), "sizes": {"q": 3}})],
+)
+def test_no_bytes_are_planned_for_marks_where_no_operand_is_read_by_an_index(spec, shapes, indices, backend):
+    pytest.importorskip(backend)
+    costs = [
+        planner.plan(spec, *shapes, backend=backend, index_mode=mode, **indices).cost
+        for mode in ("nan", "wrap and drop")
+    ]
+    assert costs[0] == costs[1]
+
+
 ROOMY = Problem(
     "b, bb q[ba]  p[b], ba, b q[ba] -> b", ((2,), (2, 2, 3, 3), (2, 2), (2, 3)),
     indices={"q": np.array([[0, 2], [0, 0]]), "p": np.zeros(2, np.int64)}, seed=436,

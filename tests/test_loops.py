@@ -200,6 +200,19 @@ def test_the_gap_of_a_loop_leaves_room_for_other_loops():
     assert again.gap == plan.gap > 0.1
 
 
+def test_a_loop_that_is_taken_for_its_memory_has_the_bound_of_loops():
+    """The bound of the plans without a loop was above the time that the loop takes."""
+    x = planner.Operand((8,), requires_grad=True)
+    others = [(17, 17, 17, 8, 17), (), planner.Operand((17, 8), "float64")]
+    plan = planner.plan("l, fialf, , il -> fia", x, *others, backend="numpy", device="cpu", optimize="optimal")
+    assert plan.loop is not None
+    assert "as lean as einsum" in plan.origin
+    unknown = dataclasses.replace(plan.cost, bound=None)
+    again = dataclasses.replace(plan, programs=dataclasses.replace(plan.programs, cost=unknown))
+    assert 0 < plan.cost.bound <= plan.cost.seconds
+    assert again.gap == pytest.approx(plan.gap)
+
+
 def in_parts_and_nested(engine, problem):
     """Values and gradients are those of the whole, and torch's peaks are no higher than planned."""
     operands, indices = engine.operands(problem), engine.indices(problem)

@@ -424,6 +424,22 @@ def test_xla_takes_what_its_rules_say(spec, shapes, indices, whole_programs):
         assert abs(measured - predicted) <= 0.04 * predicted + 64  # a few single numbers
 
 
+@pytest.mark.parametrize("narrow", ["float16", "int8"])
+@pytest.mark.parametrize(
+    "spec", ["ab,bc->ac", "ab,ab->ab", "ab,bc->abc", "ab,ab,bc->ac", "ab,b->ba", "aab,b->ab", "hb,dab,hae,b->dbah"]
+)
+def test_xla_casts_narrow_operands_again_for_each_step_that_reads_them(spec, narrow, whole_programs):
+    """What reads the cast has its own dtype. Nothing keeps the cast, and a product of matrices writes it to memory."""
+    sizes = {"a": 20, "b": 30, "c": 40, "d": 22, "e": 30, "h": 1}
+    terms = spec.split("->")[0].split(",")
+    for shift in (0, 1):
+        dtypes = [(narrow, "float32")[(number + shift) % 2] for number in range(len(terms))]
+        shapes = [tuple(sizes[axis] for axis in term) for term in terms]
+        operands = [planner.Operand(x, d, requires_grad=d != "int8") for x, d in zip(shapes, dtypes, strict=True)]
+        for measured, predicted in whole_programs(planner.plan(spec, *operands, backend="jax")):
+            assert abs(measured - predicted) <= 0.15 * predicted + 64, dtypes
+
+
 @pytest.mark.parametrize("spec", ["ij,jk,ik->ik", "ij,jk,i->ik"])
 def test_xla_writes_a_product_by_element_over_a_factor(spec, whole_programs):
     shapes = [tuple({"i": 90, "j": 40, "k": 80}[axis] for axis in term) for term in spec.split("->")[0].split(",")]
@@ -461,6 +477,23 @@ def test_jax_peaks_of_what_xla_reshapes(name, steps_alone):
     """Buffers of grouped products, and copies of results that have dimensions of size 1 or lose them."""
     for measured, predicted, program in peaks_of_workload(Jax(), name):
         assert 0.8 < measured / predicted < 1.2, str(program)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "q"),
+    [
+        ("cijg, gq[]ci -> jcg", ((30, 20, 30, 20), (20, 5, 30, 20)), ()),  # both factors are copied
+        ("cijg, q[g]ci -> jcg", ((30, 20, 30, 20), (9, 30, 20)), (20,)),
+        ("nij, q[n]jk -> nik", ((90, 20, 30), (40, 30, 20)), (90,)),  # none is
+    ],
+)
+def test_numpy_copies_the_factors_of_a_product_with_rows(spec, shapes, q):
+    """As matrices of a batch: those copies are in the predicted peak, too."""
+    operands = [np.ones(shape, "float32") for shape in shapes]
+    options = {"q": np.zeros(q, int), "optimize": [(0, 1)], "minimize": "flops"}
+    ((measured, predicted, program),) = numpy_peaks(spec, operands, options)
+    assert [step.choice.lowering for step in program.steps] == ["take, multiply, add"]
+    assert 0.9 * measured <= predicted <= 1.1 * measured + 4096
 
 
 @pytest.mark.parametrize("objective", ["time", "peak"])

@@ -255,6 +255,8 @@ def test_plots(tmp_path):
     with pytest.raises(planner.PlannerError, match="nothing was drawn"):
         plan.plot(tmp_path / "plan.nonsense")
     planner.plan("ij -> ij", (2, 3), backend="numpy").plot()
+    with pytest.raises(planner.PlannerError, match="nothing was drawn to '3.5'"):
+        gather_plan().plot(3.5)
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

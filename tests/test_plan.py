@@ -511,6 +511,7 @@ def test_explain_prints_the_plan_and_what_is_asked_for(option, said, capsys):
         ((*FRONT, "--retain-limit", "many"), "retain_limit='many' is not a number of bytes"),
         ((*FRONT, "--plot", "/no/such/folder/front.png"), "nothing was drawn to '/no/such/folder/front.png'"),
         ((*FRONT, "--plot", "front.unknown"), "nothing was drawn to 'front.unknown'"),
+        (("explain", "i, j -> ij", "99999999", "99999999", "--analyze"), "MemoryError: Unable to allocate"),
         (("explain",), "spec"),
         ((), "command"),
         (("explode",), "invalid choice: 'explode'"),
@@ -606,6 +607,28 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
 )  # fmt: skip
 def test_dtypes_are_given_by_name_or_as_frameworks_have_them(given, name):
     assert dtype_name(given) == name
+
+
+NO_BFLOAT16 = """
+import numpy as np, planner
+half, x = planner.Operand((2,), "bfloat16"), np.ones(2, "float32")
+print(planner.plan("i, i -> ", half, half, backend="numpy").dtype)
+for call in (
+    lambda: planner.plan("i, i -> ", half, (2,), backend="numpy"),
+    lambda: planner.contract("i, i -> ", x, x, dtype="bfloat16"),
+):
+    try:
+        call()
+    except planner.PlannerTypeError as error:
+        print(error)
+"""
+
+
+def test_numpy_has_no_bfloat16_of_its_own():
+    """Only a process in which no package has added it can tell."""
+    planned, *refused = run_python(NO_BFLOAT16).splitlines()
+    assert planned == "bfloat16"
+    assert refused == ["NumPy has no bfloat16 until ml_dtypes is imported: import it, or take float32"] * 2
 
 
 def test_dtypes_of_torch_and_jax_have_names(torch, jnp):

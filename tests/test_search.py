@@ -528,6 +528,18 @@ def test_paths_of_every_kind(optimize):
     np.testing.assert_array_equal(plan(*operands), np.linalg.multi_dot(operands))
 
 
+@pytest.mark.parametrize(
+    "optimize", ["greedy", "dp", "auto-hq", "random-greedy", "random-greedy-128", opt_einsum.RandomGreedy(), [(0,)]],
+    ids=lambda optimize: str(optimize).split(" object")[0].strip("<"),
+)  # fmt: skip
+def test_one_operand_has_one_path(optimize):
+    """opt_einsum's random searches fail for it."""
+    plan = planner.plan("iij -> ji", (2, 2, 3), optimize=optimize, backend="numpy")
+    assert plan.path == ((0,),)
+    x = np.arange(12.0, dtype="float32").reshape(2, 2, 3)
+    np.testing.assert_array_equal(plan(x), np.einsum("iij->ji", x))
+
+
 @pytest.mark.parametrize("step", [*itertools.permutations(range(3)), (3, 1), (1, 3, 0, 2)])
 def test_splits_of_a_path_have_the_lowest_operand_first(step):
     path = [step, *([] if len(step) == 4 else [tuple(range(5 - len(step)))])]
@@ -749,6 +761,26 @@ def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, object
     assert (found and found.score) == (plain and plain.score)
     assert found is None or found.exact or not plain.exact
     assert found is None or not (found.exact and plain.exact) or found.tree == plain.tree
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (",".join(["a"] * 11) + "->a", *[(5,)] * 11),
+        (",".join(["ab"] * 12) + "->ab", *[(3, 4)] * 12),
+        ("ab,bc,cd,de,ef,fg,gh,hi,ij,jk,kl->al", *[(1, 1)] * 11),
+        (",,,,->", *[()] * 5),
+        (",".join([""] * 11) + "->", *[()] * 11),
+    ],
+    ids=["vectors", "matrices", "chain of numbers", "five numbers", "eleven numbers"],
+)
+def test_networks_of_which_all_trees_are_as_good_are_planned(arguments, backend):
+    """More steps than may be left were in trees as good as the best, and all were dropped. Numbers have no axes."""
+    pytest.importorskip(backend)
+    plan = planner.plan(*arguments, backend=backend)
+    assert len(plan.programs.forward.steps) == len(arguments) - 2
+    assert plan.gap < 0.05
 
 
 def test_a_product_whose_rows_are_added_up_last_is_not_run_again():

@@ -15,12 +15,13 @@ from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.routing import Routing
 from planner.backends.common.run import prepare_program
 from planner.backends.common.stock import Product, matmul_product, viewing
+from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
 from planner.cost.figures import Work
 from planner.cost.rates import load_rates
-from planner.language.dtypes import accumulator
-from planner.language.errors import PlannerError
+from planner.language.dtypes import accumulator, itemsize
+from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.options import MODES
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
@@ -85,7 +86,15 @@ def _finite(x: Any) -> bool:
 
 
 def _cast(x: Any, dtype: str) -> Any:
-    return x.astype(dtype, copy=False)
+    return x.astype(_dtype(dtype), copy=False)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name. NumPy knows bfloat16 only where a package has added it."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise PlannerTypeError(f"NumPy has no {name} until ml_dtypes is imported: import it, or take float32") from None
 
 
 def _empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -103,6 +112,8 @@ def _work(op: Op, device: Device) -> list[Work]:
     parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
     if kind == "broadcast":  # a view
         return [Work(launches=1)]
+    if kind == "take, multiply, add":
+        return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype))]
     if kind not in ("multiply", "sum"):
         return parts
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
@@ -127,7 +138,7 @@ class NumpyBackend(Backend):
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
         """Promote dtypes as NumPy does."""
-        return str(np.result_type(*map(np.dtype, dtypes)))
+        return dtypes[0] if len(set(dtypes)) == 1 else str(np.result_type(*map(_dtype, dtypes)))
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Return the rates of the machine."""

@@ -15,6 +15,7 @@ from planner.demo.runs import RUNS, Row, measure_case
 from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve, shorten
+from planner.language.spec import Spec, plain_axes, term_axes
 from planner.language.units import bytes_text, seconds_text
 from planner.pages.plots import load_pyplot, save_figure
 from planner.pages.tables import page_of_tables
@@ -53,6 +54,26 @@ def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda xp, *operands, **arrays: compiled(*operands, **arrays)
 
 
+def _pools(spec: Spec) -> dict[str, int]:
+    """Return the size of the dimension that each index array reads or adds into.
+
+    Raises:
+        PlannerError: the other ways cannot be written for the spec.
+    """
+    known = {axis for term in spec.inputs for axis in term_axes(term)}
+    for axis in plain_axes(spec.output):
+        if axis not in known or spec.output.count(axis) > 1:
+            raise PlannerError(f"compare takes no output axis that einsum cannot write: {axis!r} repeats the result")
+    pools: dict[str, int] = {}
+    for gather in spec.gathers:
+        name, size = gather.array, gather.size or 0
+        if pools.setdefault(name, size) != size:
+            raise PlannerError(f"compare takes no index array of two sizes: {name!r} indexes {pools[name]} and {size}")
+        if size == 0 and 0 not in spec.shape(gather.axes):
+            raise PlannerError(f"no index array {name!r} fits a dimension of size 0, so there is nothing to run")
+    return pools
+
+
 def compare_ways(
     spec: str,
     shapes: Sequence[tuple[int, ...]],
@@ -74,10 +95,10 @@ def compare_ways(
         say: is given each line.
 
     Raises:
-        PlannerError: the spec broadcasts axes of size 1.
+        PlannerError: einsum has no such contraction, or no index is in range.
     """
     resolved = resolve(spec, *shapes, sizes=dict(sizes) or None, **indices)
-    pools = {gather.array: gather.size or 0 for gather in resolved.gathers}
+    pools = _pools(resolved)
     axes = {axis: size for axis, size in resolved.sizes if isinstance(size, int)}
     contraction = Contraction("compare", str(resolved), "", axes, pools)
     if contraction.shapes != tuple(shapes):

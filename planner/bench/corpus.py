@@ -169,18 +169,19 @@ def gather_then_einsum(row: Row) -> Callable[..., Any]:
     equation = f"{','.join(terms)}->{out}"
     if not spec.gathers:
         return lambda xp, *operands: xp.einsum(equation, *operands)
+    axes = [_expanded(term) for term in spec.terms]  # here, since torch's compiler warns of cached functions
     output = spec.output if _gathers(spec.output) else None
     shape = row.output_shape
 
     def call(xp: Any, *operands: Any, **arrays: Any) -> Any:
         taken = [
-            x[_index(xp, term, row, arrays)] if _gathers(term) else x
-            for x, term in zip(operands, spec.inputs, strict=True)
+            x[_index(xp, term, its_axes, row, arrays)] if _gathers(term) else x
+            for x, term, its_axes in zip(operands, spec.inputs, axes[:-1], strict=True)
         ]
         result = xp.einsum(equation, *taken)
         if output is None:
             return result
-        index = _index(xp, output, row, arrays)
+        index = _index(xp, output, axes[-1], row, arrays)
         if xp.__name__ == "torch":
             return _add_rows(result, index, shape)
         return xp.zeros(shape, result.dtype).at[index].add(result)
@@ -188,9 +189,11 @@ def gather_then_einsum(row: Row) -> Callable[..., Any]:
     return call
 
 
-def _index(xp: Any, term: Term, row: Row, arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the index that takes, or adds to, the rows of a term: slices where its other axes are untouched."""
-    axes = _expanded(term)
+def _index(xp: Any, term: Term, axes: tuple[str, ...], row: Row, arrays: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the index that takes, or adds to, the rows of a term: slices where its other axes are untouched.
+
+    `axes` are those of the term after its gathers.
+    """
     gathers = _gathers(term)
     simple = len(gathers) == 1 and not set(gathers[0].axes) & {axis for axis in term if isinstance(axis, str)}
     if simple:

@@ -119,8 +119,11 @@ def gain_line(comparison: Comparison) -> str:
     """Say in a line what planner gains over the fastest of the other ways."""
     label, _ = comparison.least("gradient_seconds")
     both, forward = comparison.gain(), comparison.gain("seconds")
-    share = 1 / comparison.gain("gradient_peak_bytes")
-    memory = "as much memory" if 0.95 < share < 1.05 else f"{_share_text(share)} of the memory"
+    ours, theirs = comparison.ours.gradient_peak_bytes, comparison.theirs[label].gradient_peak_bytes
+    if 0.95 * theirs <= ours <= 1.05 * theirs:
+        memory = "as much memory"
+    else:
+        memory = f"{_share_text(ours / theirs)} of the memory" if ours and theirs else f"{bytes_text(ours)} of memory"
     return f"  Against {label}, planner is {ratio_text(both)} as fast ({ratio_text(forward)} forward), with {memory}."
 
 

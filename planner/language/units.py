@@ -48,7 +48,7 @@ def parse_seconds(seconds: Any, name: str) -> float | None:
     """
     if seconds is None:
         return None
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         if not isinstance(seconds, bool | str) and 0 < float(seconds) < math.inf:
             return float(seconds)
     raise PlannerError(f"{name}={seconds!r:.80} is not a number of seconds: give a positive number such as 0.5")

@@ -156,6 +156,8 @@ def moments(plan: PlanRecord, analysis: Analysis | None = None) -> tuple[Moment,
     Raises:
         PlannerError: the analysis is that of another plan.
     """
+    if not (analysis is None or isinstance(analysis, Analysis)):
+        raise PlannerError(f"analysis={analysis!r:.80}: pass what plan.analyze(...) of this plan returned")
     rows = {row.number: row for row in analysis.steps if row.program in ("forward", "backward")} if analysis else {}
     if analysis is not None:
         ours = [(equation(step), lowered_to(step)) for step in plan.steps]

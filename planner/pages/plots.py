@@ -44,7 +44,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> None:
     if path is not None:
         try:
             figure.savefig(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise PlannerError(f"nothing was drawn to {str(path)!r:.200}: {error}") from None
 
 

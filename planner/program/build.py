@@ -16,7 +16,7 @@ from planner.language.derive import swap_with_output
 from planner.language.options import MODES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.guards import add_guards, guard_bytes, index_bytes, mark_bytes
+from planner.program.guards import add_guards, guard_bytes, index_bytes, is_marked, mark_bytes
 from planner.program.ops import Cast, Einsum, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
@@ -312,7 +312,7 @@ def build(
         peak = start + backend.compiled_peak(steps, variables, inputs, (result, *kept), None, contraction.index_mode)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
-    if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
+    if MODES[contraction.index_mode].unmarked and is_marked(spec) and not (in_loop or backend.compiles):
         peak = max(peak, retained + variables[result].bytes + mark_bytes(spec, contraction.dtype))
     if kept:
         steps = [dataclasses.replace(step, keeps=tuple([v for v in step.inputs if v in kept])) for step in steps]

@@ -176,6 +176,11 @@ def dropping_bytes(op: Op) -> int:
     return total
 
 
+def is_marked(spec: Spec) -> bool:
+    """Whether results can depend on a bad index, which "nan" marks: an operand is read through an index array."""
+    return any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
+
+
 def mark_bytes(spec: Spec, dtype: str) -> int:
     """Return the most bytes that are allocated besides the result to mark it under "nan", see `planner.run`."""
     size, result = itemsize(dtype), math.prod(spec.output_shape)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Generic
 
 from planner.cost.objective import OBJECTIVES, plan_key
-from planner.language.errors import SearchLimitError
+from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.options import SEARCHES
 from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
@@ -57,6 +57,8 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
         plan: the chosen plan.
         most: how many other plans to return at most.
     """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise PlannerError(f"most={most!r:.80} must be a number of plans, such as 5")
     space = SearchSpace(plan.contraction)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)

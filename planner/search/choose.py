@@ -156,10 +156,11 @@ def is_as_lean_as_einsum(plan: PlanRecord) -> bool:
 
 def _in_place_of(plan: PlanRecord, other: PlanRecord, why: str) -> PlanRecord:
     """Return another plan of a contraction as the one that was chosen."""
+    bound = plan.cost.bound if other.loop is None else other.cost.bound  # of a loop, one that holds for loops
     return PlanRecord.of_contraction(
         plan.contraction,
         tree=other.tree,
-        programs=dataclasses.replace(other.programs, cost=dataclasses.replace(other.cost, bound=plan.cost.bound)),
+        programs=dataclasses.replace(other.programs, cost=dataclasses.replace(other.cost, bound=bound)),
         proven=False,
         origin=f"{other.origin}, {why}",
     )

@@ -55,12 +55,21 @@ def external_path(network: Network, optimize: Any) -> Path:
         The path in opt_einsum's form.
     """
     terms = [frozenset(term_axes(term)) for term in network.spec.inputs]
+    if len(terms) == 1:
+        return ((0,),)  # opt_einsum's random searches fail here
     output = set(term_axes(network.spec.output))
     # Axes that only brackets or only the output have are in no operand.
     sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
     output &= set().union(*terms)
     if not is_name(optimize):
-        return check_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
+        try:
+            path = optimize(list(terms), frozenset(output), sizes, None)
+        except Exception as error:
+            raise PlannerError(
+                f"optimize= raised {type(error).__name__}: {error}; it is called as opt_einsum calls a PathOptimizer, "
+                "with the sets of the operands' axes, that of the result, the sizes, and None, and returns a path"
+            ) from error
+        return check_path(path, len(terms))
     # opt_einsum breaks ties by the order in which Python iterates over sets. For strings that order differs between
     # processes. For numbers that are inserted in order it is always the same.
     numbers = {axis: number for number, axis in enumerate(sizes)}

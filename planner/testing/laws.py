@@ -191,7 +191,8 @@ def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
             both(engine, subject, problem, optimize=path)
         return
     count = len(problem.shapes)
-    for path in ("auto", "optimal", "greedy", *([*order] for order in pairwise_orders(count) if 1 < count <= 4)):
+    orders = pairwise_orders(count) if 1 < count <= 4 else ()
+    for path in ("auto", "optimal", "greedy", *map(list, orders)):
         both(engine, subject, problem, optimize=path)
     for objective in ("flops", "peak", "retained", "bytes"):
         both(engine, subject, problem, minimize=objective)

@@ -440,3 +440,9 @@ def test_the_command(spec, fault, status, printed, capsys, monkeypatch, tmp_path
         assert printed in text
         assert ("import planner" in text) == ('<span class="bad">BROKEN</span>' in text) == bool(status)
         assert "numpy computes no gradients" in text
+
+
+def test_all_paths_of_many_operands_are_not_looked_at():
+    """Twelve operands have more than a billion."""
+    spec = "ab,bc,cd,de,ef,fg,gh,hi,ij,jk,kl,lm->am"
+    assert check(spec, backends=("numpy",), laws=("every path",), max_examples=1).passed

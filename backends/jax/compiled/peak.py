@@ -1,7 +1,8 @@
 """How many bytes XLA takes for a program that it compiles as a whole, by its rules for CPUs.
 
 1. Takes, diagonals, repeats, casts, guards and products without a sum are loops. A loop joins the loops that read its
-   value. The value is in memory only for steps of other kinds, and as a result.
+   value. The value is in memory only for steps of other kinds, and as a result. A cast that the step which reads it
+   makes is never a result.
 2. Rows and diagonals that two steps read are in memory. Each of these steps marks bad rows itself. But where an
    operation reads them that no loop joins, they are marked in memory. Diagonals are taken before rows.
 3. Matrix products and segment sums read memory. So do sums, but for those of few elements in short runs.
@@ -154,12 +155,13 @@ class _Compiled:
         # JAX passes the output's gradient last, after the index arrays.
         for number in given:
             if number != gradient:
-                self._give(number, variables[number])
+                self._give(number, variables)
         self.arrays = {array: self._new(0) for array in sorted({a for step in steps for a in step.op.arrays})}
         if gradient is not None:
-            self._give(gradient, variables[gradient])
+            self._give(gradient, variables)
         self.constant = self._new(0)
-        self.results = set(held) - set(given)
+        # What a step casts as it reads it is no result: the operand is kept, and cast again.
+        self.results = {number for number in set(held) - set(given) if not _is_cast(variables, number)}
         self.uses = collections.Counter((*itertools.chain(*(step.inputs for step in steps)), *self.results))
         backward = [] if gradient is None else [step for step in steps if not step.recomputed]
         self.gradients: set[int | None] = {gradient, *(number for step in backward for number in step.outputs)}
@@ -176,12 +178,12 @@ class _Compiled:
         self.indices: dict[tuple[Term, tuple[int, ...], tuple[int, ...], bool], Buffer] = {}
         self.bounds: dict[tuple[str, ...], Buffer] = {}
 
-    def _give(self, number: int, variable: Variable) -> None:
+    def _give(self, number: int, variables: Sequence[Variable]) -> None:
         """Add a variable that the caller owns."""
-        shape = variable.shape
-        self.values[number] = _Value(
-            shape, _row_major(shape), itemsize(variable.dtype), (self._new(0),), in_memory=True
-        )
+        shape, size = variables[number].shape, itemsize(variables[number].dtype)
+        is_cast = _is_cast(variables, number)
+        reads = self.values[variables[number].base].reads if is_cast else (self._new(0),)
+        self.values[number] = _Value(shape, _row_major(shape), size, reads, in_memory=not is_cast)
 
     def add(self, step: Step) -> None:
         """Add the buffers of a step."""
@@ -190,8 +192,7 @@ class _Compiled:
             results = [self._guarded(op, inputs[0])]
         elif isinstance(op, Cast):
             (x,) = inputs
-            loop = _Value(x.shape, x.order, itemsize(op.dtype), x.reads, distinct=x.distinct)
-            results = [x if op.fused else loop]
+            results = [_Value(x.shape, x.order, itemsize(op.dtype), x.reads, distinct=x.distinct)]
         elif step.choice.lowering in KINDS:
             results = [self._einsum(step, op.spec, inputs)]
         else:  # a kernel, or a loop over slices
@@ -424,6 +425,11 @@ class _Compiled:
 def _joins_loop(elements: int, summed: Iterable[int]) -> bool:
     """Return whether a sum joins the loop that computes what it adds up."""
     return elements < _LIBRARY and max(summed, default=1) <= _RUN
+
+
+def _is_cast(variables: Sequence[Variable], number: int) -> bool:
+    """Return whether a variable is what a step casts as it reads it: its memory is that of a narrower value."""
+    return variables[number].dtype != variables[variables[number].base].dtype
 
 
 def _row_major(shape: Sequence[int]) -> Order:

@@ -266,7 +266,7 @@ class Orders:
                     ([order.descents for order in orders], kind),
                 )
             )
-            for start in range(0, self._axes, _WIDTH):
+            for start in range(0, max(self._axes, 1), _WIDTH):
                 table = np.zeros((len(orders), 1), dtype=kind)
                 for axis in range(start, start + _WIDTH):
                     places = np.array([order.place(1 << axis) for order in orders], dtype=object)

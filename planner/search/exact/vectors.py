@@ -139,6 +139,9 @@ class VectorListing:
             cut = int(known)
             ends = np.cumsum([len(block[0]) for block in left_over])[:-1]
             within = [total <= known for total in np.split(totals, ends)]
+            if known < self.least * (1 + 1e-9) + 1:  # more steps than may be left are in trees as good as the best
+                best = self.best_steps()
+                within = [some | _among(block, best) for block, some in zip(left_over, within, strict=True)]
             left_over = [_rows(block, some) for block, some in zip(left_over, within, strict=True)]
         self._known = known
         self._survivors = self._sharpen(left_over, highest)
@@ -389,6 +392,15 @@ def tree_steps(root: int, parts: tuple[Any, Any]) -> list[tuple[int, int, int]]:
         steps.append((value, *read))
         stack += [part for part in read if part]
     return steps[::-1]
+
+
+def _among(block: _Block, steps: Sequence[tuple[int, int, int]]) -> Any:
+    """Return which steps of a block are among some."""
+    result, left, right, _ = block
+    found = np.zeros(len(result), dtype=bool)
+    for value, a, b in steps:
+        found |= (result == value) & (left == a) & (right == b)
+    return found
 
 
 def _rows(block: _Block, some: Any) -> _Block:
