@@ -71,7 +71,8 @@ def reference(
         operands: anything that `numpy.asarray` takes.
         sizes: sizes of output axes that appear in no input, by letter, and of scattered output dimensions, by the
             letter of the index array; or the whole output shape.
-        index_mode: "raise", "drop", "clip" or "nan".
+        index_mode: "raise", "drop", "clip" or "nan"; or "wrap and drop", in which plans under "nan" run until results are
+            marked: "drop" with negative indices counted from the end.
         dtype: dtype that operands are cast to first.
         indices: the index arrays, by letter.
 
@@ -343,9 +344,9 @@ def _positions(
         array = problem.indices[item.array]
         where = tuple(map(coordinate, item.axes, array.shape))
         index = np.asarray(array[where]) if where else array.reshape((1,) * len(order))
-        if problem.index_mode in ("raise", "nan"):
+        if problem.index_mode in ("raise", "nan", "wrap and drop"):
             index = np.where(index < 0, index + n, index)
-        if problem.index_mode in ("drop", "nan"):
+        if problem.index_mode in ("drop", "nan", "wrap and drop"):
             inside = inside & (index >= 0) & (index < n)
         positions.append(np.clip(index, 0, max(n - 1, 0)))
     return tuple(positions), inside
@@ -362,7 +363,7 @@ def _resolve(
     dtype: Any = None,
     **indices: Any,
 ) -> tuple[_Problem, list[Array]]:
-    if index_mode not in ("raise", "drop", "clip", "nan"):
+    if index_mode not in ("raise", "drop", "clip", "nan", "wrap and drop"):
         raise ValueError(f"index_mode is {index_mode!r}, not 'raise', 'drop', 'clip' or 'nan'")
     if isinstance(spec, str):
         inputs, output = _parse(spec)

@@ -16,6 +16,7 @@ from hypothesis import assume
 from planner.cost.device import Device
 from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
+from planner.language.options import MODES
 from planner.language.spec import Spec, indexed_dims, row_axes
 from planner.plan import Plan
 from planner.program.calls import Stepwise
@@ -91,7 +92,8 @@ def _arguments(engine: Engine, plan: Plan, spec: Spec, indices: Mapping[str, Any
     """Return what the oracle is given beside the operands of a step's spec."""
     shapes = dict(plan.resolved.index_shapes)
     raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in spec.arrays}
-    return {"sizes": spec.output_shape, "index_mode": plan.index_mode, **raw}
+    mode = MODES[plan.index_mode].unmarked or plan.index_mode
+    return {"sizes": spec.output_shape, "index_mode": mode, **raw}
 
 
 def _unread_rows(engine: Engine, plan: Plan, op: Guard, indices: Mapping[str, Any]) -> Array | None:

@@ -446,3 +446,10 @@ def test_all_paths_of_many_operands_are_not_looked_at():
     """Twelve operands have more than a billion."""
     spec = "ab,bc,cd,de,ef,fg,gh,hi,ij,jk,kl,lm->am"
     assert check(spec, backends=("numpy",), laws=("every path",), max_examples=1).passed
+
+
+@pytest.mark.parametrize("spec", ["q[a]->a", "q[n]j,jk->nk", "nj->q[n]j"])
+def test_steps_of_plans_that_read_nan_are_right(spec):
+    """Steps leave out what is out of range; results are marked afterwards."""
+    report = check(spec, index_modes=("nan",), backends=("numpy",), laws="every lowering", max_examples=20)
+    assert report.passed, report
