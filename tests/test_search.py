@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from laws import Floors, plan_of, stand_ins
 
 import planner
-from planner.bench.planning import MAKERS
+from planner.bench.planning import MAKERS, gathers
 from planner.cost.device import CPU
 from planner.cost.limits import Limits
 from planner.cost.objective import OBJECTIVES, step_key
@@ -41,6 +41,8 @@ from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.network import Network
 from planner.search.exact.sizes import sizes_of
+from planner.search.exact.vectors import VectorListing
+from planner.search.many import searches
 from planner.search.paths import splits_of
 from planner.search.space import ADDITIVE, OPTIMAL, PATH_STOP, SearchSpace
 from planner.testing import Problem, problems
@@ -589,9 +591,9 @@ def work(monkeypatch):
     def counting(kind, done):
         run = kind.run
 
-        def counted(self, *arguments):
+        def counted(self, *arguments, **options):
             try:
-                return run(self, *arguments)
+                return run(self, *arguments, **options)
             finally:
                 counts.append(getattr(self, done))
 
@@ -660,6 +662,48 @@ def test_auto_ends_where_little_can_be_won(work):
         assert plan.gap < 0.1
     little, much = work[:2]
     assert little < much
+
+
+def test_a_known_tree_whose_steps_are_not_listed_stays():
+    """More steps than a search looks at are in better trees by bounds."""
+    spec, wide = "ehg, e, glc, e, q[x]gfl, ed, egcx, c, e, e, dl, elc -> cxz", (0, 3, 4, 5, 8, 11)
+    size = {"e": 1, "h": 3, "g": 2, "l": 2, "c": 30, "q": 5, "f": 3, "d": 1, "x": 64}
+    shapes = [tuple(size[letter] for letter in term.strip().replace("[x]", "")) for term in spec[:-7].split(",")]
+    operands = [planner.Operand(s, "float64" if number in wide else "float32") for number, s in enumerate(shapes)]
+    plan = planner.plan(spec, *operands, sizes={"z": 4}, q=(64,), backend="numpy")
+    assert not plan.proven
+    assert plan.gap > 0
+
+
+def test_a_plan_is_proven_though_a_path_is_as_good():
+    spec = "fg, fa, p[x]fed, fh, q[x]aebax, e, gaeg, dai, bhb -> e"
+    size = {"q": 5, "p": 4, **dict.fromkeys("abdefghix", 3)}
+    shapes = [tuple(size[letter] for letter in term.strip().replace("[x]", "")) for term in spec[:-4].split(",")]
+    for objective in ADDITIVE:
+        plan = planner.plan(spec, *shapes, p=(3,), q=(3,), backend="numpy", minimize=objective, optimize="optimal")
+        assert plan.proven
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_interrupted_path_ends_the_search(which, monkeypatch):
+    """Also if another path is better, or the last is not found at all."""
+    found = iter(["greedy", "auto", "improved"])
+
+    def interrupted(*arguments):
+        for result, lower, origin in real(*arguments):
+            if next(found, None) == ("greedy", "auto", None)[which]:
+                yield dataclasses.replace(result, interrupted=True), lower, origin
+                return
+            if which == 2 and origin != "opt_einsum greedy":
+                raise KeyboardInterrupt
+            yield result, lower, origin
+
+    real = searches._search_large
+    monkeypatch.setattr(searches, "_search_large", interrupted)
+    monkeypatch.setattr(VectorListing, "__init__", None)
+    spec, shapes, indices = gathers(11, Random(0))
+    plan = planner.plan(spec, *shapes, **indices, backend="numpy", optimize="optimal")
+    assert plan.origin.startswith("interrupted: opt_einsum")
 
 
 @settings(max_examples=examples(60, 600))

@@ -324,12 +324,15 @@ class IndexedRun:
             ]
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        if self.given is not None and usual(*operands) and (found := self._found(self.given, indices)) is not None:
+        given, negative = self.given, self.negative
+        if given is not None and usual(*operands) and (found := self._found(given, indices, negative)) is not None:
             with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
                 return self.native([*operands, found])
-            if self.wraps and not self.negative:
-                self.negative = True
-                return self(operands, indices)
+            with contextlib.suppress(IndexError, RuntimeError):
+                if self.wraps and not negative:
+                    result = self.native([*operands, self._found(given, indices, True)])
+                    self.negative = True
+                    return result
             return self._otherwise(operands, indices)
         executable, member = self.made_for
         index: _Index | RangedIndices | None = None
@@ -357,10 +360,12 @@ class IndexedRun:
     def _otherwise(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         return None if self.otherwise is None else self.otherwise(self._own(), operands, indices)
 
-    def _found(self, given: Sequence[tuple[Gather, tuple[int, ...], int]], indices: Mapping[str, Any]) -> _Index | None:
+    def _found(
+        self, given: Sequence[tuple[Gather, tuple[int, ...], int]], indices: Mapping[str, Any], negative: bool
+    ) -> _Index | None:
         """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
 
-        It takes a third of the time. Few indices may be of another type or in other strides: nothing keeps the copy.
+        It takes a third of the time. Few indices may be of another type, in other strides, or `negative`.
         """
         index = _Index()
         index.sizes = self.sizes
@@ -372,7 +377,7 @@ class IndexedRun:
                 if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
                     return None
                 q = q.to(torch.int64, memory_format=torch.contiguous_format)
-            if self.negative:
+            if negative:
                 q = torch.where((q < 0) & (q >= -size), q + size, q)
             index[gather] = q if q.shape == shape else q.reshape(shape)
         return index
@@ -393,10 +398,7 @@ def _as_read(
     indices: Mapping[str, Any],
     trusts: bool = False,
 ) -> _Index | None:
-    """Return the index arrays for native calls, or None if these would have to copy or mask something.
-
-    The operands have values, and none is batched.
-    """
+    """Return the index arrays for native calls on operands with values; None if these had to copy or mask something."""
     index = _as_they_are(executable, member, operands, indices, trusts)
     if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
         return None

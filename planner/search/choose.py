@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
@@ -249,7 +248,7 @@ class _Found:
     """
 
     def __init__(self, space: SearchSpace) -> None:
-        self.space, self.limits = space, limits_of(space.options)
+        self.space, self.limits, self._key = space, limits_of(space.options), plan_key(space.options.minimize)
         self.candidates: list[Candidate] = []
         self.interrupted = False
         self._searched: set[tuple[str, Limits, bool]] = set()
@@ -273,17 +272,14 @@ class _Found:
                 found = _candidates(self.space, objective, limits)
                 self.add((quicken_steps(self.space, candidate) for candidate in found) if quicker else found)
 
-    def _rank(self, candidate: Candidate) -> tuple[Any, bool]:
-        return candidate.rank(self.space.options.minimize)
-
     def best(self) -> Candidate | None:
         """Return the best candidate."""
-        return min(self.candidates, key=self._rank, default=None)
+        return min(self.candidates, key=lambda c: self._key(c.cost), default=None)
 
     def best_allowed(self) -> Candidate | None:
         """Return the best candidate within the limits."""
         allowed = [c for c in self.candidates if keeps_within(c.cost, self.limits)]
-        best = min(allowed, key=self._rank, default=None)
+        best = min(allowed, key=lambda c: self._key(c.cost), default=None)
         if best is not None and self.limits == NO_LIMITS and self.space.options.minimize == "time":
             best = fastest(allowed)
         if best is None or not self.interrupted:

@@ -315,11 +315,12 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     If some loops are worth it, that is the leanest of those that are about as fast as the fastest loop. Otherwise it is
     the fastest candidate without a loop.
     """
-    whole = min((c for c in candidates if c.loop is None), key=lambda c: c.rank("time"))
+    key = plan_key("time")
+    whole = min((c for c in candidates if c.loop is None), key=lambda c: key(c.cost))
     loops = [c for c in candidates if c.loop is not None and worth_cutting(c.cost, whole.cost)]
     most = CLOSE * min((c.cost.seconds for c in loops), default=0.0)
     near = [c for c in loops if c.cost.seconds <= most]
-    return min(near, key=lambda c: (c.cost.peak_bytes, c.rank("time")), default=whole)
+    return min(near, key=lambda c: (c.cost.peak_bytes, key(c.cost)), default=whole)
 
 
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
-from planner.cost.objective import Objective, StepKey, plan_key, step_key
+from planner.cost.objective import Objective, StepKey, step_key
 from planner.language.errors import SearchLimitError
 from planner.language.options import is_name
 from planner.program.build import Lowerer, build, given_variables
@@ -242,7 +242,7 @@ class SearchSpace:
         steps: int = 3**operands // 2 * 3**gathers
         if objective in ADDITIVE and limits == NO_LIMITS:
             by_numpy = has_tables(self.network) and self.step_bounds(objective).hold
-            return gathers == 0 or steps <= stop.listed or (by_numpy and operands + 2 * gathers <= stop.operands)
+            return gathers == 0 or steps <= stop.listed or (by_numpy and operands + 5 * gathers // 2 <= stop.operands)
         return steps <= MOST_TRIED * stop.scored
 
     def begins_with_paths(self, objective: str, limits: Limits) -> bool:
@@ -283,6 +283,8 @@ class _TreeSearch:
         """Search over all trees for the least sum over steps; if that is interrupted, along the greedy path."""
         search = self.space._lazy_search(self.lower, self.objective, stop._replace(deadline=self.space.ends))
         try:
+            if known is None and self.space.begins_with_paths(self.objective, self.limits):
+                known = self.over_path(self.space.path("greedy"))
             return search.run(known=known)
         except (KeyboardInterrupt, SearchEnded) as end:
             # Nothing is priced yet.
@@ -377,7 +379,3 @@ class Candidate:
     def cost(self) -> PlanCost:
         """The cost of both programs."""
         return self.programs.cost
-
-    def rank(self, objective: Objective) -> tuple[Any, bool]:
-        """Return what the best candidate has the least of. Of equally good ones that is one that is proven."""
-        return plan_key(objective)(self.cost), not self.proven

@@ -71,8 +71,8 @@ def reference(
         operands: anything that `numpy.asarray` takes.
         sizes: sizes of output axes that appear in no input, by letter, and of scattered output dimensions, by the
             letter of the index array; or the whole output shape.
-        index_mode: "raise", "drop", "clip" or "nan"; or "wrap and drop", in which plans under "nan" run until results are
-            marked: "drop" with negative indices counted from the end.
+        index_mode: "raise", "drop", "clip" or "nan"; or "wrap and drop", in which plans under "nan" run until results
+            are marked: "drop" with negative indices counted from the end.
         dtype: dtype that operands are cast to first.
         indices: the index arrays, by letter.
 

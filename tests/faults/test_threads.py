@@ -151,10 +151,10 @@ def run_at_each_instruction(function, prepare, call, meanwhile):
 
 @pytest.mark.parametrize("function", ["__call__", "_own"])
 def test_another_thread_runs_the_same_member_of_a_family(function, torch):
-    """The first call of a member whose indices count from the end changes what runs the member."""
+    """The first call with gradients of a member whose indices count from the end changes what runs the member."""
     from planner.backends.torch.indexed_rows import IndexedRun
 
-    x, w, q = torch.arange(40.0)[:, None], torch.ones(50, 1), torch.arange(50) - 20
+    x, w, q = torch.arange(40.0)[:, None].requires_grad_(), torch.ones(50, 1), torch.arange(50) - 20
 
     def prepare():
         planner.caches().clear()

@@ -12,6 +12,7 @@ of the best tree lies in the *gap*, between the score of the best tree by bounds
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import string
 import time
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class Stop(NamedTuple):
     """How much a search may do before it ends.
 
     Attributes:
-        priced: the most steps to price.
+        priced: the most steps to price, and the most trees to find among many steps.
         listed: the most steps to list one by one.
         scored: the most steps to score in a search that keeps fronts of partial plans.
         operands: the most operands of a search over all trees.
@@ -179,9 +180,10 @@ class LazySearch:
             prices = {step: first_of(edge.key) for step, edge in priced.items() if edge.children}
             left_over = listing.put_prices(prices, first_of(key))
         try:
-            while True:
+            for number in itertools.count():
                 bound = pack((int(listing.least), 0, 0, 0))
-                if self._ends(key, bound, left_over + len(leaves) - len(priced)):
+                stops = not left_over or number > self.stop.priced
+                if stops or self._ends(key, bound, left_over + len(leaves) - len(priced)):
                     return edges, key, min(bound, key)
                 unpriced = [step for step in listing.best_steps() if step not in priced]
                 if left_over <= MOST_EDGES or not unpriced:
@@ -222,11 +224,13 @@ class LazySearch:
                 if self.wanted is not None and first_of(bound) >= self.wanted:
                     return [], bound, bound
                 unpriced = [edge for edge in chosen if not edge.priced]
-                if not unpriced:
-                    return chosen, bound, bound
                 for edge in unpriced:
                     self._price_edge(edge)
                 key = sum(edge.key for edge in chosen)
+                if not unpriced:
+                    if incumbent is None or key <= incumbent[1]:
+                        return chosen, key, key
+                    break  # the graph lacks steps of the incumbent
                 left -= len(unpriced)
                 if incumbent is None or key < incumbent[1]:
                     incumbent, left = (chosen, key), -1
@@ -240,6 +244,7 @@ class LazySearch:
             if incumbent is None:
                 raise
             self.interrupted = True
+        assert incumbent is not None
         edges, key = incumbent
         return edges, key, min(bound, key)
 
@@ -254,7 +259,9 @@ class LazySearch:
         stop = self.stop
         if self.wanted is not None and (first_of(key) < self.wanted or first_of(bound) >= self.wanted):
             return True
-        if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
+        if self.priced > stop.priced:
+            return True
+        if stop.deadline is not None and time.monotonic() > stop.deadline:
             return True
         steps = min(left, PRICED_AGAIN * self.priced)
         little = first_of(key - bound) * CALLS < STEP_PICOSECONDS * steps

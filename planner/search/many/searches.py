@@ -48,28 +48,47 @@ def run_searches(
 
     if optimize in SEARCHES:
         stop = OPTIMAL if optimize == "optimal" else auto
-        paths = _search_large(space, objective, limits, auto is AUTO)
-        tries = space.may_be_exact(objective, stop, limits)
-        known: SearchResult | None = None
-        if not tries or space.begins_with_paths(objective, limits):
-            for along_path in paths:
-                known = min(filter(None, (known, along_path[0])), key=attrgetter("score"))
-                yield along_path
-                if known.interrupted:
-                    return
-        if tries:
-            try:
-                result, lower = space.search(objective, stop, limits=limits, known=known)
-            except SearchLimitError:
-                yield from paths
-            else:
-                if result is not None:
-                    yield result, lower, "exact"
+        if space.may_be_exact(objective, stop, limits):
+            yield from _search_all(space, objective, limits, stop, auto is AUTO)
+        else:
+            yield from _search_large(space, objective, limits, auto is AUTO)
         return
     if is_name(optimize) and not is_path_name(optimize):
         names = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {names}, a path or a PathOptimizer")
     yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
+
+
+def _search_all(
+    space: SearchSpace, objective: str, limits: Limits, stop: Stop, improves: bool
+) -> Iterator[tuple[SearchResult, Lowerer, str]]:
+    """Yield the best of all trees, and what the searches for more operands find if that may not be the best.
+
+    The arguments are those of `_search_large`, and how much the search over all trees may do.
+    """
+    paths, found = _search_large(space, objective, limits, improves), list[tuple[SearchResult, Lowerer, str]]()
+    if space.begins_with_paths(objective, limits):
+        try:
+            for along_path in paths:
+                found.append(along_path)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            found = [(dataclasses.replace(each[0], interrupted=True), *each[1:]) for each in found]
+        if any(result.interrupted for result, _, _ in found):
+            yield from found
+            return
+    known = min([result for result, _, _ in found], key=attrgetter("score"), default=None)
+    try:
+        result, lower = space.search(objective, stop, limits=limits, known=known)
+    except SearchLimitError:
+        yield from found
+        yield from paths
+        return
+    if result is not None:
+        yield result, lower, "exact"
+        if not result.exact:
+            yield from found
 
 
 def _search_large(
