@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 from conftest import examples, installed_frameworks
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from laws import Floors, plan_of
 
@@ -34,7 +35,7 @@ from planner.search.exact.network import Network, Value
 from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.exact.vectors import VectorListing
 from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace
-from planner.testing import problems
+from planner.testing import Problem, problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
 RATES = st.sampled_from((1e6, 1e9, 1e10, 1e11, 1e13, float("inf")))
@@ -272,6 +273,7 @@ def test_no_naive_plan_needs_less_than_its_bound():
     floors = Floors()
 
     @settings(max_examples=examples(120, 1200))
+    @example(Problem("q[a] b, b -> q[a]", ((2, 2), (2,)), indices={"q": np.zeros(0, np.int64)}), "numpy", False)
     @given(problems(max_operands=3, mixed_dtypes=True), st.sampled_from(installed_frameworks()), st.booleans())
     def holds(case, backend, as_run):
         contraction = plan_of(case, backend, optimize="greedy").contraction

@@ -105,7 +105,7 @@ def least_of_naive(contraction: Contraction) -> int:
     It takes whole operands first. A product reads them, and they are kept if the other factor needs a gradient.
     """
     spec, size = contraction.resolved.spec, itemsize(contraction.dtype)
-    if len(spec.inputs) < 2 or load_backend(contraction.backend).compiles:
+    if len(spec.inputs) < 2 or 0 in spec.by_axis.values() or load_backend(contraction.backend).compiles:
         return 0
     axes, requires, taken = [set(plain_axes(term)) for term in spec.terms], contraction.requires_grad, [0]
     for number, (term, operand) in enumerate(zip(spec.inputs, contraction.operands, strict=True)):
