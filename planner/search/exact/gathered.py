@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from planner.search.exact.network import Network, Status
-from planner.search.exact.sizes import ValueSizes, split_blocks
+from planner.search.exact.sizes import ValueSizes, set_sizes, split_blocks
 
 # Sets of several sizes are listed at once if they have at most so many splits: listing them takes some milliseconds.
 STAGE_SPLITS = 4_000
@@ -31,12 +30,6 @@ def stages(operands: int) -> list[list[int]]:
         found[-1].append(count)
         splits += more
     return found
-
-
-@lru_cache(maxsize=16)
-def _set_sizes(operands: int) -> Any:
-    """Return how many operands each set has."""
-    return (np.arange(1 << operands)[:, None] >> np.arange(operands) & 1).sum(axis=1)
 
 
 class GatheredSteps:
@@ -72,7 +65,7 @@ class GatheredSteps:
             The three, and where the steps begin that lead into sets of another size or status than those before.
         """
         network, values, bits = self.network, self.values, self.operands
-        sizes = _set_sizes(bits)
+        sizes = set_sizes(bits)
         listed = np.isin(sizes, counts)
         good = good | np.tile(listed, len(network.statuses))
         good_sets = good.reshape(len(network.statuses), -1).any(axis=0)

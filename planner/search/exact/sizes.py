@@ -123,6 +123,12 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
+@lru_cache(maxsize=16)
+def set_sizes(operands: int) -> Any:
+    """Return how many operands each set has."""
+    return (np.arange(1 << operands)[:, None] >> np.arange(operands) & 1).sum(axis=1)
+
+
 def split_blocks(
     operands: int, reverse: bool = False, good: Any = None, counts: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any, Any]]:
@@ -135,10 +141,9 @@ def split_blocks(
         counts: how many operands the sets have; None for all from two on.
     """
     order = -1 if reverse else 1
-    masks = np.arange(1, 1 << operands, dtype=np.int64)
-    size = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    masks, size = np.arange(1 << operands, dtype=np.int64), set_sizes(operands)
     if good is not None:
-        masks, size = masks[good[1:]], size[good[1:]]
+        masks, size = masks[good], size[good]
     for count in (range(2, operands + 1) if counts is None else counts)[::order]:
         patterns = _patterns(count)
         sets = masks[size == count]

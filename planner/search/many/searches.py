@@ -69,7 +69,7 @@ def _search_all(
     paths, found = _search_large(space, objective, limits, improves), list[tuple[SearchResult, Lowerer, str]]()
     if space.begins_with_paths(objective, limits):
         try:
-            for along_path in paths:
+            for along_path in paths:  # one by one, so that Ctrl-C leaves what was found
                 found.append(along_path)
         except KeyboardInterrupt:
             if not found:
