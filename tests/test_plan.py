@@ -178,6 +178,14 @@ def chain(**options):
     return planner.plan(CHAIN[0], *needing_gradients(*CHAIN[1]), backend="numpy", **options)
 
 
+def test_alternatives_are_as_many_as_any_integer_says():
+    plan = chain()
+    assert len(plan.alternatives(np.int64(2))) == 2
+    for most in (2.0, True, "2", -1):
+        with pytest.raises(planner.PlannerError, match="must be a number of plans"):
+            plan.alternatives(most)
+
+
 def test_alternatives_say_by_what_they_lose():
     plan = chain()
     others = plan.alternatives(50)

@@ -57,7 +57,7 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
         plan: the chosen plan.
         most: how many other plans to return at most.
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+    if isinstance(most, bool) or not hasattr(most, "__index__") or most < 0:
         raise PlannerError(f"most={most!r:.80} must be a number of plans, such as 5")
     space = SearchSpace(plan.contraction)
     seen = {_signature(plan.programs)}
