@@ -2,7 +2,8 @@
 
 from planner.cost.figures import StepCost, Work
 from planner.program.calls import Stepwise
-from planner.program.implementations import Backend, Implementation, Lowering, Table
+from planner.program.frameworks import Backend
+from planner.program.implementations import Implementation, Lowering, Table
 from planner.program.ops import Cast, Einsum, JointGradient, Op
 
 __all__ = [

@@ -22,16 +22,17 @@ from planner.language.spec import Operand, Spec, term_gathers
 from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
+from planner.program.calls import RunPlan
 from planner.program.contraction import Contraction, at_numbers
 from planner.program.frameworks import (
     HOW_GIVEN,
+    Backend,
     beside_jax,
     framework_of,
     is_stand_in,
     load_backend,
     operands_framework,
 )
-from planner.program.implementations import Backend, RunPlan
 from planner.run import bind_plan, for_dynamo, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan

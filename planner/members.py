@@ -12,10 +12,10 @@ from typing import Any
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.options import MODES
-from planner.program.calls import Member, SizeReader
+from planner.program.calls import Member, RunPlan, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.forms import first_is_larger, order_depends_on_sizes
-from planner.program.implementations import Backend, RunPlan
+from planner.program.frameworks import Backend
 from planner.program.plan import PlanRecord
 from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
 from planner.search.family import wide_axes as axes_of_wide_classes

@@ -17,9 +17,9 @@ from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Spec, Term, row_axes, term_gathers
 from planner.program.callbacks import callbacks
-from planner.program.frameworks import beside_jax, load_backend, operands_framework
+from planner.program.calls import RunPlan
+from planner.program.frameworks import Backend, beside_jax, load_backend, operands_framework
 from planner.program.guards import is_marked
-from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.search.collectives import whole_plan
 

@@ -19,8 +19,7 @@ from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES
 from planner.language.spec import Term
-from planner.program.frameworks import load_backend
-from planner.program.implementations import Backend
+from planner.program.frameworks import Backend, load_backend
 from planner.program.loops import Part, covers, parts, slice_counts, slice_of
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Step

@@ -279,7 +279,7 @@ def test_sizes_and_limits_are_taken_in_every_form(torch):
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
 def test_backends_are_held_to_the_protocol(name):
     pytest.importorskip(name, reason=f"{name} is not installed")
-    from planner.program.implementations import Backend
+    from planner.program.frameworks import Backend
 
     asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
     backend = type(load_backend(name))

@@ -34,8 +34,7 @@ from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Stepwise
-from planner.program.frameworks import labelled
-from planner.program.implementations import Backend
+from planner.program.frameworks import Backend, labelled
 from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
 from planner.program.program import Step

@@ -27,7 +27,8 @@ from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices, Stepwise
 from planner.program.forms import ProductForm
-from planner.program.implementations import Backend, Table
+from planner.program.frameworks import Backend
+from planner.program.implementations import Table
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step

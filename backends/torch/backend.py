@@ -48,9 +48,8 @@ from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
-from planner.program.calls import Member, SizeReader, Stepwise
-from planner.program.frameworks import labelled
-from planner.program.implementations import Backend, RunPlan
+from planner.program.calls import Member, RunPlan, SizeReader, Stepwise
+from planner.program.frameworks import Backend, labelled
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 

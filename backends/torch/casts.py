@@ -21,7 +21,8 @@ from planner.language.options import MODES
 from planner.language.spec import Operand, Spec
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.callbacks import callbacks
-from planner.program.implementations import RunPlan, Table
+from planner.program.calls import RunPlan
+from planner.program.implementations import Table
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree, change_tree

@@ -47,9 +47,9 @@ from planner.backends.torch.ops import dispatches, is_recorded, unseen
 from planner.backends.torch.products import MULTIPLY_SUM, summed_product
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
-from planner.program.calls import Member, RangedIndices
+from planner.program.calls import Member, RangedIndices, RunPlan
 from planner.program.forms import product_form
-from planner.program.implementations import RunPlan, Table
+from planner.program.implementations import Table
 from planner.program.ops import Guard, Op, joint_elements
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf

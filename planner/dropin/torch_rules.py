@@ -24,8 +24,8 @@ from planner.language.dtypes import dtype_name, itemsize
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 from planner.language.spec import Operand, Spec
+from planner.program.calls import RunPlan
 from planner.program.frameworks import framework_of, load_backend
-from planner.program.implementations import RunPlan
 from planner.run import torch_compiles, torch_traces
 
 

@@ -16,7 +16,7 @@ from planner.inspect import memory as measure
 from planner.inspect.analysis import Figures
 from planner.inspect.memory import Counted, Measured
 from planner.program.calls import Stepwise
-from planner.program.implementations import Backend
+from planner.program.frameworks import Backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import bind_plan

@@ -21,6 +21,8 @@ from planner.program.program import Step
 Indices = Mapping[Gather, Any]
 # From a step's inputs and the index arrays in range to its results.
 Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
+# From operands and index arrays to the result.
+RunPlan = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)

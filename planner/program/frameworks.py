@@ -1,20 +1,234 @@
-"""Finds the framework of an array, and loads the backend for it. It never imports a framework that is not in use."""
+"""What a backend must provide. Finds the framework of an array, and loads the backend for it.
+
+It never imports a framework that is not in use.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
+from planner.cost.device import Device
+from planner.cost.figures import StepCost
 from planner.language.errors import PlannerError, PlannerTypeError
-from planner.program.implementations import Backend
+from planner.language.spec import Gather, Operand, Spec
+from planner.program.calls import Member, RunPlan, Stepwise
+from planner.program.contraction import Contraction
+from planner.program.implementations import Table
+from planner.program.ops import Op
+from planner.program.plan import PlanRecord
+from planner.program.program import CompiledPeak, Programs, Step
+from planner.program.tree import Tree
 
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.
 HOW_GIVEN = "give the operands one by one, or all of them in one list or tuple"
+
+
+class Backend(Protocol):
+    """What `planner` asks of a framework. Backends inherit this class, so that type checkers compare them with it.
+
+    Attributes:
+        name: name of the framework, as in `planner.program.frameworks`.
+        table: the backend's implementations.
+        ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
+        compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
+        strided: whether arrays have strides. Then views are free, and plans depend on layouts.
+        compiled_peak: returns the bytes that a compiler takes for a program, from the steps, the variables, those that
+            the caller owns, those that outlive it, the output's gradient or None, and the index mode.
+        conjugates: whether backward programs run on the conjugate of a complex output gradient.
+        einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
+        einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
+        kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
+            takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
+            programs, and whether the plan's family keeps copies, if known.
+        autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
+        call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
+    """
+
+    name: str
+    table: Table
+    ops: Any
+    compiles: bool = False
+    strided: bool = False
+    compiled_peak: CompiledPeak | None = None
+    conjugates: bool = False
+    einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
+    einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
+    kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
+    autograd_rows: Mapping[str, Sequence[str]] | None = None
+    call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
+
+    def operand(self, array: Any) -> Operand:
+        """Describe an array."""
+
+    def fuses_cast(self, source: str, dtype: str) -> bool:
+        """Return whether steps without index arrays read operands of a dtype as they are, and compute in another."""
+        return False
+
+    def numbers(self, sizes: Any) -> Any:
+        """Return a shape, or `sizes=` of a call, in numbers: for a tracer's symbols the sizes that it traces with."""
+        return sizes
+
+    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
+        """Return everything about some arrays that a plan depends on, in microseconds, because every call asks for it.
+
+        Law: calls of equal signatures and options may run the same plan.
+
+        Raises:
+            AttributeError: one of them is not an array.
+        """
+        key: list[Any] = [fact for x in operands for fact in (type(x), x.shape, x.dtype)]
+        for name, q in indices.items():
+            key += (name, type(q), q.shape, q.dtype)
+        return tuple(key)
+
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
+        """Return the dtype of a contraction whose caller asks for none. Operands may be stand-ins or shapes."""
+        ...
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Return the rates of the device that the operands are on."""
+        ...
+
+    def check_index(self, name: str, index: Any) -> None:
+        """Refuse an index array whose dtype is not an integer type.
+
+        Raises:
+            PlannerError: the dtype is not an integer type. The message names the array.
+        """
+
+    def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse arrays on different devices, because nothing is moved silently. Stand-ins are on no device.
+
+        Raises:
+            PlannerError: two arrays are on different devices. The message names them.
+        """
+
+    def group(self, q: Any, size: int, index_mode: str) -> Any:
+        """Prepare an index array for many calls.
+
+        Law: a call with the prepared array gives the same result as a call with `q`. Under "raise" this function
+        refuses every array that such a call would refuse.
+
+        Raises:
+            IndexRangeError: an index is out of range under ``index_mode="raise"``. Traced values cannot be checked.
+        """
+        ...
+
+    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
+        """Return an index array with values in [0, size], and whether the value `size`, "no row", can occur.
+
+        Where values cannot be seen, an entry that should be refused becomes `size`.
+
+        Raises:
+            IndexRangeError: as `group`.
+            PlannerError: `q` was prepared for another size or mode.
+        """
+        ...
+
+    def bind(self, plan: PlanRecord) -> RunPlan:
+        """Return the function that runs a plan on operands and index arrays."""
+        ...
+
+    def bind_family(self, plan: PlanRecord) -> Callable[[Member], RunPlan] | None:
+        """Return what makes the function that runs the plan of a member, in microseconds.
+
+        None if each member must be bound by itself. Law: the function does what `bind` makes of the member's own plan.
+
+        Args:
+            plan: the plan of a family's representative, whose steps all run at any sizes.
+        """
+        return None
+
+    def bind_symbols(
+        self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], sizes: Any
+    ) -> tuple[Any, ...] | None:
+        """Return what to give to `planner.run.bind_plan` for a call at symbols for sizes; None if they are numbers."""
+        return None
+
+    def family_signature(
+        self, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return all that a family depends on but the sizes, and the shapes of arrays; None if they are bound alone."""
+        return None
+
+    def divided(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
+        return None
+
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
+        """Return a context in which `route` gets calls of einsum, or of `every` function: it, arguments, keywords."""
+
+    def compiled_bytes(self, plan: PlanRecord) -> int | None:
+        """Compile both programs of a plan and return the larger peak, kept values counted; None if nothing tells it."""
+        return None
+
+    def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse arrays that hold no values: tracers, arrays inside of transforms, and the framework's own stand-ins.
+
+        Raises:
+            PlannerError: an array holds no values, so it cannot be measured.
+        """
+        ...
+
+    def stepwise(
+        self,
+        plan: PlanRecord,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        gradient: Any = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return a plan's backward program, or without an output gradient its forward program, to be run step by step.
+
+        Law: if all values are finite, running its steps in order computes what `bind` computes.
+
+        Args:
+            plan: the plan.
+            operands: the arrays that the plan is called with.
+            indices: the index arrays that the plan is called with.
+            gradient: the output's gradient; None for the forward program.
+            kept: for the backward program, the kept values by the number of their variable.
+        """
+
+    def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan on arrays and waits for the end; None if the arrays hold no values.
+
+        The run includes the gradients if the plan has any. It does not change the arrays.
+        """
+        ...
+
+    def unwatched(self) -> AbstractContextManager[object]:
+        """Return a context for measuring. Tools that watch the operators around a call do not see what runs in it."""
+        return nullcontext()
+
+    def to_numpy(self, array: Any, dtype: str) -> Any:
+        """Return an array's values, cast to a dtype, as a NumPy array: without a copy if they lie in the host's memory.
+
+        Values of a dtype that NumPy lacks are returned as their bits. Only `from_numpy` can read those.
+        """
+        ...
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
+        """Return the array of a dtype that `to_numpy` turned into `values`; `device` is the name of its device.
+
+        Raises:
+            PlannerError: the framework would take another dtype.
+        """
+        ...
+
+    def pins_tiles(self) -> bool:
+        """Whether the tiles of a kernel depend on the problem alone, and never on measurements."""
+        return False
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Return what the speed depends on besides the plan: versions, hardware and settings."""
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""What a backend must provide, as laws, and the rows of its table of implementations.
+"""The rows of a backend's table of implementations, as laws, and the table.
 
 The tests check these laws for every backend:
 
@@ -10,11 +10,10 @@ The tests check these laws for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
@@ -24,19 +23,14 @@ from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact
 from planner.language.errors import refusal_of
-from planner.language.spec import Gather, Operand, Spec
-from planner.program.calls import Indices, Member, PreparedRun, Run, Stepwise
-from planner.program.contraction import Contraction
+from planner.program.calls import Indices, PreparedRun, Run
 from planner.program.ops import Guard, Op, PricedImplementation
-from planner.program.plan import Loop, PlanRecord
-from planner.program.program import CompiledPeak, Programs, Step
-from planner.program.tree import Tree
+from planner.program.plan import Loop
+from planner.program.program import Step
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
-# From operands and index arrays to the result.
-RunPlan = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 Choices = tuple[PricedImplementation, ...]
 Names = frozenset[str] | None
 
@@ -89,9 +83,9 @@ class Implementation:
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
-        for kind, name in ((Guard, MASK), (Loop, LOOP)):
-            if isinstance(op, kind):
-                return None if self.name == name else f"the step is a {kind.__name__.lower()}"
+        if isinstance(op, (Guard, Loop)):
+            only = MASK if isinstance(op, Guard) else LOOP
+            return None if self.name == only else f"the step is a {type(op).__name__.lower()}"
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
         if self.capabilities is not None and device.capability not in self.capabilities:
@@ -148,6 +142,28 @@ def form_row(
 Lowering = Implementation
 
 
+class _Prices:
+    """What is known of the implementations of an op on a device.
+
+    Attributes:
+        op, device: the op, and the device.
+        choices: what `Table.choices` returned, by its other arguments.
+    """
+
+    def __init__(self, op: Op, device: Device) -> None:
+        self.op, self.device = op, device
+        self.choices: dict[tuple[StepKey | None, Names], Choices] = {}
+        self._rows: dict[str, tuple[Implementation, PricedImplementation | None]] = {}
+
+    def of(self, row: Implementation) -> PricedImplementation | None:
+        """Return a row and its cost; None if it cannot run the op."""
+        known = self._rows.get(row.name)
+        if known is None or known[0] is not row:
+            price = _price(row, self.op, self.device) if row.refusal(self.op, self.device) is None else None
+            known = self._rows[row.name] = row, price
+        return known[1]
+
+
 class Table:
     """The implementations that one backend has. A new kernel, or one of a user's own, is one more row.
 
@@ -161,7 +177,7 @@ class Table:
     def __init__(self, rows: Sequence[Implementation], plain: Sequence[str] = (), more: Launches | None = None) -> None:
         self.rows, self.more, self.priced = {row.name: row for row in rows}, more, 0
         self.plain: Mapping[str, Sequence[str]] = dict.fromkeys(plain, plain)
-        self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
+        self._given, self._prices = tuple(self.rows.values()), cached_by_step(_Prices)
         self._asked: dict[tuple[bool, int, str, bool, Names], list[Implementation]] = {}
 
     @property
@@ -178,12 +194,16 @@ class Table:
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
             self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
-        return self._choices(op, device, key, among)
+        prices = self._prices(op, device)
+        if (choices := prices.choices.get((key, among))) is None:
+            choices = prices.choices[key, among] = self._price_rows(prices, key, among)
+        return choices
 
-    def _price_rows(self, op: Op, device: Device, key: StepKey | None, among: Names) -> Choices:
+    def _price_rows(self, prices: _Prices, key: StepKey | None, among: Names) -> Choices:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
-        plain, special, best = not op.gathers, isinstance(op, Guard | Loop), tuple[int, ...]()
+        op, device = prices.op, prices.device
+        plain, best = not op.gathers, tuple[int, ...]()
         rows = self._rows_for(plain, len(op.input_terms), device.kind, key is step_key("time"), among)
         leasts = {row.name: key(row.least(op, device)) for row in rows if row.least} if key and not plain else {}
         rows = sorted(rows, key=lambda row: leasts.get(row.name, ())) if leasts else rows  # stock rows take long: last
@@ -191,8 +211,8 @@ class Table:
         for row in rows:
             if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:
                 continue
-            if (row.refusal(op, device) if row.capabilities or row.inexact or special else row.supports(op)) is None:
-                choices.append(_price(row, op, device))
+            if (choice := prices.of(row)) is not None:
+                choices.append(choice)
                 best = min([key(choice.cost) for choice in choices]) if key else ()
         if len(choices) > 1 and not plain:  # of equally good ones the first of the table is taken
             choices.sort(key=lambda choice: list(self.rows).index(choice.lowering))
@@ -216,7 +236,7 @@ class Table:
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
         row = self.rows.get(lowering)
-        return None if row is None or row.refusal(op, device) is not None else _price(row, op, device)
+        return None if row is None else self._prices(op, device).of(row)
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
@@ -244,204 +264,3 @@ def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
     except OverflowError:  # no float holds its FLOPs, or its bytes
         cost = StepCost(op.flops(), op.bytes_touched(), picoseconds=MOST_PICOSECONDS)
     return PricedImplementation(row.name, cost, row.is_view, layouts if any(layouts) else ())
-
-
-class Backend(Protocol):
-    """What `planner` asks of a framework. Backends inherit this class, so that type checkers compare them with it.
-
-    Attributes:
-        name: name of the framework, as in `planner.program.frameworks`.
-        table: the backend's implementations.
-        ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
-        compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
-        strided: whether arrays have strides. Then views are free, and plans depend on layouts.
-        compiled_peak: returns the bytes that a compiler takes for a program, from the steps, the variables, those that
-            the caller owns, those that outlive it, the output's gradient or None, and the index mode.
-        conjugates: whether backward programs run on the conjugate of a complex output gradient.
-        einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
-        einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
-        kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
-            takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
-            programs, and whether the plan's family keeps copies, if known.
-        autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
-        call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
-    """
-
-    name: str
-    table: Table
-    ops: Any
-    compiles: bool = False
-    strided: bool = False
-    compiled_peak: CompiledPeak | None = None
-    conjugates: bool = False
-    einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
-    einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
-    kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
-    autograd_rows: Mapping[str, Sequence[str]] | None = None
-    call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
-
-    def operand(self, array: Any) -> Operand:
-        """Describe an array."""
-
-    def fuses_cast(self, source: str, dtype: str) -> bool:
-        """Return whether steps without index arrays read operands of a dtype as they are, and compute in another."""
-        return False
-
-    def numbers(self, sizes: Any) -> Any:
-        """Return a shape, or `sizes=` of a call, in numbers: for a tracer's symbols the sizes that it traces with."""
-        return sizes
-
-    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
-        """Return everything about some arrays that a plan depends on, in microseconds, because every call asks for it.
-
-        Law: calls of equal signatures and options may run the same plan.
-
-        Raises:
-            AttributeError: one of them is not an array.
-        """
-        key: list[Any] = [fact for x in operands for fact in (type(x), x.shape, x.dtype)]
-        for name, q in indices.items():
-            key += (name, type(q), q.shape, q.dtype)
-        return tuple(key)
-
-    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
-        """Return the dtype of a contraction whose caller asks for none. Operands may be stand-ins or shapes."""
-        ...
-
-    def device(self, operands: Sequence[Any]) -> Device:
-        """Return the rates of the device that the operands are on."""
-        ...
-
-    def check_index(self, name: str, index: Any) -> None:
-        """Refuse an index array whose dtype is not an integer type.
-
-        Raises:
-            PlannerError: the dtype is not an integer type. The message names the array.
-        """
-
-    def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Refuse arrays on different devices, because nothing is moved silently. Stand-ins are on no device.
-
-        Raises:
-            PlannerError: two arrays are on different devices. The message names them.
-        """
-
-    def group(self, q: Any, size: int, index_mode: str) -> Any:
-        """Prepare an index array for many calls.
-
-        Law: a call with the prepared array gives the same result as a call with `q`. Under "raise" this function
-        refuses every array that such a call would refuse.
-
-        Raises:
-            IndexRangeError: an index is out of range under ``index_mode="raise"``. Traced values cannot be checked.
-        """
-        ...
-
-    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
-        """Return an index array with values in [0, size], and whether the value `size`, "no row", can occur.
-
-        Where values cannot be seen, an entry that should be refused becomes `size`.
-
-        Raises:
-            IndexRangeError: as `group`.
-            PlannerError: `q` was prepared for another size or mode.
-        """
-        ...
-
-    def bind(self, plan: PlanRecord) -> RunPlan:
-        """Return the function that runs a plan on operands and index arrays."""
-        ...
-
-    def bind_family(self, plan: PlanRecord) -> Callable[[Member], RunPlan] | None:
-        """Return what makes the function that runs the plan of a member, in microseconds.
-
-        None if each member must be bound by itself. Law: the function does what `bind` makes of the member's own plan.
-
-        Args:
-            plan: the plan of a family's representative, whose steps all run at any sizes.
-        """
-        return None
-
-    def bind_symbols(
-        self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], sizes: Any
-    ) -> tuple[Any, ...] | None:
-        """Return what to give to `planner.run.bind_plan` for a call at symbols for sizes; None if they are numbers."""
-        return None
-
-    def family_signature(
-        self, operands: Sequence[Any], indices: Mapping[str, Any]
-    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
-        """Return all that a family depends on but the sizes, and the shapes of arrays; None if they are bound alone."""
-        return None
-
-    def divided(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[..., Any] | None:
-        """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
-        return None
-
-    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
-        """Return a context in which `route` gets calls of einsum, or of `every` function: it, arguments, keywords."""
-
-    def compiled_bytes(self, plan: PlanRecord) -> int | None:
-        """Compile both programs of a plan and return the larger peak, kept values counted; None if nothing tells it."""
-        return None
-
-    def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Refuse arrays that hold no values: tracers, arrays inside of transforms, and the framework's own stand-ins.
-
-        Raises:
-            PlannerError: an array holds no values, so it cannot be measured.
-        """
-        ...
-
-    def stepwise(
-        self,
-        plan: PlanRecord,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        gradient: Any = None,
-        kept: Mapping[int, Any] | None = None,
-    ) -> Stepwise:
-        """Return a plan's backward program, or without an output gradient its forward program, to be run step by step.
-
-        Law: if all values are finite, running its steps in order computes what `bind` computes.
-
-        Args:
-            plan: the plan.
-            operands: the arrays that the plan is called with.
-            indices: the index arrays that the plan is called with.
-            gradient: the output's gradient; None for the forward program.
-            kept: for the backward program, the kept values by the number of their variable.
-        """
-
-    def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
-        """Return a function that runs a plan on arrays and waits for the end; None if the arrays hold no values.
-
-        The run includes the gradients if the plan has any. It does not change the arrays.
-        """
-        ...
-
-    def unwatched(self) -> AbstractContextManager[object]:
-        """Return a context for measuring. Tools that watch the operators around a call do not see what runs in it."""
-        return nullcontext()
-
-    def to_numpy(self, array: Any, dtype: str) -> Any:
-        """Return an array's values, cast to a dtype, as a NumPy array: without a copy if they lie in the host's memory.
-
-        Values of a dtype that NumPy lacks are returned as their bits. Only `from_numpy` can read those.
-        """
-        ...
-
-    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
-        """Return the array of a dtype that `to_numpy` turned into `values`; `device` is the name of its device.
-
-        Raises:
-            PlannerError: the framework would take another dtype.
-        """
-        ...
-
-    def pins_tiles(self) -> bool:
-        """Whether the tiles of a kernel depend on the problem alone, and never on measurements."""
-        return False
-
-    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
-        """Return what the speed depends on besides the plan: versions, hardware and settings."""

@@ -145,6 +145,8 @@ def wide_axes(contraction: Contraction) -> list[str]:
     spec = contraction.resolved.spec
     if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
         return []
+    if spec.gathers and any(contraction.requires_grad):  # autograd runs short ones, and no long ones
+        return []
     return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
 
 
@@ -243,9 +245,12 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     if not is_as_lean_as_einsum(member):
         return Family(plan, False)
     try:
-        return Family(plan, not space.has_quicker(wanted, AUTO))
+        if not space.has_quicker(wanted, AUTO):
+            return Family(plan, True)
     except SearchLimitError:
         return Family(plan, not wide)
+    # The quicker tree may need more memory than einsum, or copies that its search does not see.
+    return Family(plan, member.cost.seconds <= WON * make_plan(low, loops=False).cost.seconds)
 
 
 def _loses_autograd(plan: PlanRecord, space: SearchSpace, smallest: Candidate) -> bool:

@@ -98,6 +98,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     most = Limits(max(best.cost.peak_bytes, _MOST_MEMORY), max(best.cost.retained_bytes, _MOST_MEMORY))
     gathers = space.contraction.resolved.spec.gathers
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
+        if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
+            continue  # autograd does not run such a step
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
         lean = keeps_within(found.cost, most)
