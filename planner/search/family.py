@@ -15,7 +15,8 @@ wide: they are split in two, then in four, and in the end the member is searched
 
 Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
 which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
-tree is nearly linear in one size. So what is within `WON` of the best at both ends of a class is so in between.
+tree is nearly linear in one size. So what is within `WON` of the best at both ends of a class is so in between. With
+index arrays and gradients there are no such classes: autograd runs short steps, and planner's own Function long ones.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def wide_axes(contraction: Contraction) -> list[str]:
     spec = contraction.resolved.spec
     if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
         return []
-    if spec.gathers and any(contraction.requires_grad):  # autograd runs short ones, and no long ones
+    if spec.gathers and any(contraction.requires_grad):
         return []
     return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
 
@@ -232,7 +233,7 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
     if any(space.requires) or not only_tree:
         smallest = _with_steps(plan, space, sizes, steps)
-        if prefer_autograd(space, smallest) is not smallest or (wide and _loses_autograd(plan, space, smallest)):
+        if prefer_autograd(space, smallest) is not smallest:
             return Family(plan, False)
     if only_tree and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
@@ -251,16 +252,6 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return Family(plan, not wide)
     # The quicker tree may need more memory than einsum, or copies that its search does not see.
     return Family(plan, member.cost.seconds <= WON * make_plan(low, loops=False).cost.seconds)
-
-
-def _loses_autograd(plan: PlanRecord, space: SearchSpace, smallest: Candidate) -> bool:
-    """Whether the framework's own autograd would run the smallest member, but not the representative, as all run."""
-    call_seconds = load_backend(plan.backend).call_seconds
-    if call_seconds is None or plan.programs.backward is None or not plan.resolved.spec.gathers:
-        return False
-    if call_seconds(plan.contraction, plan.tree, plan.programs) == 0.0:
-        return False
-    return call_seconds(space.contraction, smallest.tree, smallest.programs) == 0.0
 
 
 def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
