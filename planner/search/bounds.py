@@ -12,7 +12,9 @@ from planner.language.spec import plain_axes, term_axes, term_gathers
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import index_bytes
-from planner.search.space import Candidate, SearchSpace
+from planner.search.exact.network import Value
+from planner.search.exact.sizes import has_tables
+from planner.search.space import AUTO, PATH_STOP, Candidate, SearchSpace
 
 # All trees are looked at for up to so many operands.
 MOST_OPERANDS = 12
@@ -48,13 +50,16 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
 
 
 def least_of_loops(space: SearchSpace, objective: str) -> float:
-    """Return a bound on time or bytes that holds for loops over slices too; 0 with gathers.
+    """Return a bound on time or bytes that holds for loops over slices too; 0 where not all trees can be looked at.
 
     The slices of a step read and write what the step does, or more. They may all find their values in the cache, and
     write to no new memory. A slice of one row may be multiplied element by element: it reads each joint element then.
     """
-    bounds = space.step_bounds(objective)
-    if not space.has_plain_bounds or not 2 < len(space.operands) <= MOST_OPERANDS:
+    bounds, network, steps = space.step_bounds(objective), space.network, space.steps
+    if not (bounds.hold and has_tables(network) and space.may_be_exact(objective, AUTO)):
+        return 0
+    operands = range(len(space.operands))
+    if not 1 < len(operands) <= MOST_OPERANDS:
         return 0
     from planner.search.exact.vectors import VectorListing
 
@@ -68,9 +73,17 @@ def least_of_loops(space: SearchSpace, objective: str) -> float:
         cache_bandwidth=fastest, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, matrix_seconds=0.0,
         products=(),
     )  # fmt: skip
-    # A slice may have fewer axes, and take no views.
-    bounds = dataclasses.replace(bounds, device=device, more=None)
-    listing = VectorListing(space.network, {1 << operand: 0 for operand in range(len(space.operands))}, bounds)
+    # A slice may have fewer axes, and take no views. A kernel may run it that runs no whole step.
+    bounds = dataclasses.replace(bounds, device=device, more=None, launches=(1.0, 1.0))
+    reads, limit = {1 << operand: 0 for operand in operands}, None
+    if network.gathers:
+        taken = [(operand, status) for operand in operands for status, _ in steps.first_takes(operand)]
+        taken += [(operand, status) for operand in operands for status, _, _ in steps.casts_last(operand)]
+        reads |= {network.number(Value(1 << operand, status)): 0 for operand, status in taken}
+        greedy, _ = space.search(objective, PATH_STOP, space.path("greedy"))
+        assert greedy is not None
+        limit = greedy.score[0][0]
+    listing = VectorListing(network, reads, bounds, limit=limit)
     return listing.least * (1e-12 if objective == "time" else 1)
 
 

@@ -79,13 +79,13 @@ def sizes_of(
         pool, rows = network.pools[factor], network.rows[factor]
         takes = [(old == POOL) & (term & pool != 0) for old, term in zip(olds, terms, strict=False)]
         by_factor = [*takes, new == SCATTER]
-        any_term, common, number = False, everything, 0
+        number = sum([1 * now for now in by_factor])
+        any_term, queries = number > 0, 1.0
         for term, now in zip(terms, by_factor, strict=True):
-            any_term, number = any_term | now, number + now
-            common = common & xp.where(now, everything, term)
-        # Rows that both other terms have are no choice.
-        queries = size(rows & ~xp.where(number == 1, common, 0))
-        share = xp.where(any_term, xp.minimum(1.0, size(pool) / xp.maximum(1.0, queries)), share)
+            # The whole pool may be multiplied by one of the other two terms, once for all rows that this one lacks.
+            others = xp.where(number == 1, xp.where(now, everything, term), 0)
+            queries = xp.maximum(queries, size(rows & ~others))
+        share = xp.where(any_term, xp.minimum(1.0, size(pool) / queries), share)
         gathers = gathers + any_term
         chosen = [old | rows * now for old, now in zip(chosen, by_factor, strict=True)]
         indexed = [old | now for old, now in zip(indexed, by_factor, strict=True)]
