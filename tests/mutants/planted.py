@@ -103,7 +103,7 @@ PLANTED = (
     Planted("a stale cache key: torch's strides are not in it", "backends/torch/backend.py",
             "key.append((x.shape, x.stride(), x.dtype,", "key.append((x.shape, x.dtype,",
             "tests/test_signatures.py::test_calls_that_differ_have_signatures_that_differ[torch]"),
-    Planted("a stale cache key: an index array's dtype is not in it", "planner/program/implementations.py",
+    Planted("a stale cache key: an index array's dtype is not in it", "planner/program/frameworks.py",
             "key += (name, type(q), q.shape, q.dtype)", "key += (name, type(q), q.shape)",
             "tests/test_signatures.py::test_calls_that_differ_have_signatures_that_differ[numpy]"),
     Planted("a stale entry: a measurement of another key is taken", "planner/cost/store.py",
