@@ -272,6 +272,56 @@ def _unguarded(tree: Tree) -> Tree:
     return tree.children[0] if isinstance(tree, Node) and isinstance(tree.op, Guard) else tree
 
 
+class _Peaks:
+    """Finds the bytes that programs allocate.
+
+    Attributes:
+        outside: the bytes of index arrays in range, which are there as long as a program runs.
+    """
+
+    def __init__(self, contraction: Contraction, variables: list[Variable], in_loop: bool) -> None:
+        self.contraction, self.variables, self.in_loop = contraction, variables, in_loop
+        self.backend, self.spec = load_backend(contraction.backend), contraction.resolved.spec
+        self.outside = 0 if in_loop or self.backend.compiles else index_bytes(self.spec)
+        self._drops = MODES[contraction.index_mode].bad == "drop"
+
+    def of_steps(
+        self, steps: list[Step], given: tuple[int, ...], lasting: tuple[int, ...], held: int, gradient: int | None
+    ) -> tuple[list[Step], int]:
+        """Return steps with the bytes that are alive in each, and the peak of their program.
+
+        Args:
+            steps: the steps.
+            given: the variables that the caller owns.
+            lasting: those that outlive the program.
+            held: bytes that are allocated as long as it runs.
+            gradient: the variable of the output's gradient, in a backward program.
+        """
+        variables, compiled_peak = self.variables, self.backend.compiled_peak
+        guarding = None if self.backend.compiles else self._guard_scratch
+        steps, peak = live_bytes(steps, variables, given, lasting, held, guarding)
+        if compiled_peak is not None:
+            mode = self.contraction.index_mode
+            peak = held + compiled_peak(steps, variables, given, lasting, gradient, mode)
+        return steps, peak
+
+    def of_marks(self, result: int, retained: int) -> int:
+        """Return the bytes that are allocated while results that a bad index had a say in become NaN."""
+        contraction = self.contraction
+        if self.in_loop or self.backend.compiles or not MODES[contraction.index_mode].unmarked:
+            return 0
+        if not is_marked(self.spec):
+            return 0
+        return retained + self.variables[result].bytes + mark_bytes(self.spec, contraction.dtype)
+
+    def _guard_scratch(self, step: Step) -> int:
+        """Return the scratch of a step for the sake of guards."""
+        if isinstance(step.op, Guard):
+            return guard_bytes(step.op)
+        row = self.backend.table.rows.get(step.choice.lowering)  # a row of a user's own may be missing
+        return row.guarded_scratch(step.op, self._drops) if row else 0
+
+
 def build(
     tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer, in_loop: bool = False
 ) -> Programs:
@@ -285,67 +335,42 @@ def build(
         in_loop: whether the contraction is a slice. Its index arrays are in range, and its gradients are not
             conjugated: the loop's are.
     """
-    requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
+    requires, backend = contraction.requires_grad, load_backend(contraction.backend)
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
     builder = _Builder(tree, operands, requires, lower)
-    variables, backend, spec = builder.variables, load_backend(contraction.backend), contraction.resolved.spec
-    guarding = None
-    start = 0 if in_loop or backend.compiles else index_bytes(spec)
-    if not backend.compiles:
-        drops, rows = MODES[contraction.index_mode].bad == "drop", backend.table.rows
+    variables, inputs = builder.variables, tuple(range(len(operands)))
+    peaks = _Peaks(contraction, variables, in_loop)
 
-        def guarding(step: Step) -> int:
-            """Return the scratch of a step for the sake of guards."""
-            if isinstance(step.op, Guard):
-                return guard_bytes(step.op)
-            row = rows.get(step.choice.lowering)  # a row of a user's own may be missing
-            return row.guarded_scratch(step.op, drops) if row else 0
-
-    inputs = tuple(range(len(operands)))
     steps: list[Step] = []
     values: dict[int, int] = {}
     result = builder.value(tree, steps, values)
-    saved_nodes = kept_nodes(tree, requires)
-    kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, guarding)
-    if backend.compiled_peak is not None:
-        peak = start + backend.compiled_peak(steps, variables, inputs, (result, *kept), None, contraction.index_mode)
+    saved = {id(node): values[id(node)] for node in kept_nodes(tree, requires)}
+    kept = tuple(saved.values())
+    steps, peak = peaks.of_steps(steps, inputs, (result, *kept), peaks.outside, None)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
-    if MODES[contraction.index_mode].unmarked and is_marked(spec) and not (in_loop or backend.compiles):
-        peak = max(peak, retained + variables[result].bytes + mark_bytes(spec, contraction.dtype))
+    peak = max(peak, peaks.of_marks(result, retained))
     if kept:
         steps = [dataclasses.replace(step, keeps=tuple([v for v in step.inputs if v in kept])) for step in steps]
-    forward = Program(tuple(steps), inputs, (result,), peak)
-    forward_cost = program_cost(steps, peak, retained)
 
+    output_gradient = builder.add_variable(
+        variables[result].shape, contraction.dtype, layout=_gradient_layout(contraction, variables[result])
+    )
     gradients: dict[int, int] = {}
-    shape = variables[result].shape
-    # Gradients that come out of element-wise functions lie as the result does.
-    as_result = without_gaps(variables[result].layout)
-    layout = as_result if gradient_strides is None else layout_of(shape, gradient_strides)
-    output_gradient = builder.add_variable(shape, contraction.dtype, layout=layout)
     backward, backward_cost, copies = None, None, None
     if builder.needs_gradient(tree):
         back: list[Step] = []
-        saved_values = {id(node): values[id(node)] for node in saved_nodes}
-        builder.backward(tree, output_gradient, back, saved_values, gradients)
+        builder.backward(tree, output_gradient, back, dict(saved), gradients)
         if not in_loop and backend.kept_copies:
             copies = backend.kept_copies(contraction, tree, steps, back, lower.records)
         if copies:
             retained += copies
             peak = peak if len(steps) == 1 else peak + copies
-            forward, forward_cost = dataclasses.replace(forward, peak_bytes=peak), program_cost(steps, peak, retained)
-        given = (*inputs, output_gradient, *kept)
-        results = tuple(gradients.values())
+        held = peaks.outside + retained
         if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
-            start += variables[output_gradient].bytes
-        start += retained
-        back, back_peak = live_bytes(back, variables, given, results, start, guarding)
-        if backend.compiled_peak is not None:
-            back_peak = start + backend.compiled_peak(
-                back, variables, given, results, output_gradient, contraction.index_mode
-            )
+            held += variables[output_gradient].bytes
+        given, results = (*inputs, output_gradient, *kept), tuple(gradients.values())
+        back, back_peak = peaks.of_steps(back, given, results, held, output_gradient)
         if lower.records:  # autograd multiplies for both gradients of a product by element before it sums for one
             costs = [step.choice.cost for step in back]
             back_peak += max([cost.scratch_bytes - cost.copied_bytes for cost in costs], default=0)
@@ -353,15 +378,21 @@ def build(
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(
         variables=tuple(variables),
-        forward=forward,
+        forward=Program(tuple(steps), inputs, (result,), peak),
         backward=backward,
         result=result,
         kept=kept,
         output_gradient=output_gradient,
         gradients=tuple(gradients.get(i) for i in inputs),
-        cost=PlanCost.of(forward_cost, backward_cost),
+        cost=PlanCost.of(program_cost(steps, peak, retained), backward_cost),
         copies=copies,
     )
+
+
+def _gradient_layout(contraction: Contraction, result: Variable) -> Layout | None:
+    """Return how the output's gradient lies: as the caller says, or as the result, if element-wise functions follow."""
+    strides = contraction.gradient_strides
+    return without_gaps(result.layout) if strides is None else layout_of(result.shape, strides)
 
 
 def given_variables(contraction: Contraction) -> tuple[Variable, ...]:
