@@ -17,8 +17,12 @@ from typing import Any
 import planner
 from planner.language.spec import Operand, unused_letters
 
-Problem = tuple[str, list[tuple[int, ...]], dict[str, tuple[int, ...]]]
-KINDS = ("chain", "dense", "gathers")
+# A spec, the shapes of operands, and those of index arrays.
+Problem = tuple[str, list[tuple[int, ...]], dict[str, Any]]
+KINDS = ("chain", "dense", "gathers", "patterns")
+# Products of two operands that read rows, as programs have them: experts, messages, keys, scores.
+PATTERNS = ("nij, q[n]jk -> nik", "nj, q[n]jk -> nk", "q[n]c, nc -> nc", "q[n]c, nc -> n", "q[n]c, cd -> nd",
+            "bid, q[bk]d -> bik")  # fmt: skip
 
 
 def chain(operands: int, draw: random.Random) -> Problem:
@@ -62,12 +66,28 @@ def gathers(operands: int, draw: random.Random) -> Problem:
     return f"{','.join(terms)}->{output}{rows}", shapes, {index: (count,)}
 
 
-def options_of(indices: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return index arrays as keywords of a call."""
-    return dict(indices)
+def patterns(operands: int, draw: random.Random) -> Problem:
+    """Return one of `PATTERNS`; each axis has sizes of its own kind."""
+    if operands != 2:
+        raise SystemExit("the kind 'patterns' has two operands: pass --operands 2")
+    spec = draw.choice(PATTERNS)
+    sizes = {axis: draw.choice((16, 32, 64, 128)) for axis in "jkcd"}
+    sizes |= {"n": draw.randint(17, 4_000), "b": draw.randint(2, 16), "i": draw.choice((4, 8, 16, 32))}
+    rows, shapes, indices = draw.randint(17, 500), [], {}
+    for term in spec.split("->")[0].split(","):
+        array, bracket, axes = term.strip().rpartition("]")
+        shapes.append((*[rows] * len(bracket), *(sizes[axis] for axis in axes)))
+        if bracket:
+            indices["q"] = tuple(sizes[axis] for axis in array[2:])
+    return spec, shapes, indices
 
 
-MAKERS: dict[str, Callable[[int, random.Random], Problem]] = {"chain": chain, "dense": dense, "gathers": gathers}
+MAKERS: dict[str, Callable[[int, random.Random], Problem]] = {
+    "chain": chain,
+    "dense": dense,
+    "gathers": gathers,
+    "patterns": patterns,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         backend=options.backend,
                         optimize=options.optimize,
                         minimize=options.minimize,
-                        **options_of(indices),
+                        **indices,
                     )
                     times.append(1e3 * (time.perf_counter() - start))
                     gaps.append(plan.gap or 0.0)
