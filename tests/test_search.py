@@ -24,6 +24,7 @@ from laws import Floors, plan_of, stand_ins
 import planner
 from planner.bench.planning import MAKERS, gathers
 from planner.cost.device import CPU
+from planner.cost.figures import StepCost
 from planner.cost.limits import Limits
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.language.dtypes import itemsize
@@ -34,6 +35,7 @@ from planner.language.spec import unused_letters
 from planner.program import build
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
+from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 from planner.program.tree import Leaf
 from planner.search.choose import naive_plan
@@ -651,6 +653,23 @@ def test_few_steps_are_priced(operands, work):
     plan = planner.plan(case.spec, *case.shapes, optimize="optimal", backend="numpy")
     assert plan.proven
     assert sum(work) <= operands**2
+
+
+def test_rows_that_are_added_or_replaced_are_priced_anew(monkeypatch):
+    table = load_backend("numpy").table
+    row = table.rows["matmul"]
+
+    def taken(picoseconds=None):
+        """The row and the time of a product, after a row of one's own was put into the table."""
+        if picoseconds is not None:
+            own = dataclasses.replace(row, name="own", cost=lambda op, device: StepCost(picoseconds=picoseconds))
+            monkeypatch.setitem(table.rows, "own", own)
+        (step,) = planner.plan("ab, bc -> ac", (5, 6), (6, 7), backend="numpy").programs.forward.steps
+        return step.choice.lowering, step.choice.cost.picoseconds
+
+    before = taken()
+    assert before[0] == "matmul"
+    assert [taken(5), taken(6), taken(10**12)] == [("own", 5), ("own", 6), before]
 
 
 def test_auto_ends_where_little_can_be_won(work):

@@ -195,6 +195,8 @@ class Table:
             self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
         prices = self._prices(op, device)
+        if self.has_changed:
+            return self._price_rows(prices, key, among)
         if (choices := prices.choices.get((key, among))) is None:
             choices = prices.choices[key, among] = self._price_rows(prices, key, among)
         return choices
