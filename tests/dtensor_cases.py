@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import itertools
 import json
 import math
 import os
@@ -278,6 +279,20 @@ def run_bad_index():
 
 
 def run_second_derivatives():
+    """Each operand and output gradient is in turn whole, split, and a sum of parts, which may stay apart."""
+    for spec, shapes in ("ij, jk -> ik", ((8, 4), (4, 3))), ("i,  -> i", ((8,), ())), ("ij, ij -> i", ((8, 4),) * 2):
+        for places in itertools.product([R, Shard(0), Partial()], repeat=3):
+            both = []
+            for of in lambda x, p: put(x, MESH["line"], [p if x.ndim or not p.is_shard() else R]), lambda x, p: x:
+                torch.manual_seed(0)
+                xs = [needing_gradients(of(small(*shape), p)) for shape, p in zip(shapes, places, strict=False)]
+                result = planner.contract(spec, *xs)
+                xs.append(needing_gradients(of(small(*result.shape), places[-1])))
+                first = torch.autograd.grad(result, xs[:-1], xs[-1], create_graph=True)
+                second = torch.autograd.grad(sum((g**2).sum() for g in first), xs)
+                both.append((*first, *second))
+            for found, wanted in zip(*both, strict=True):
+                same(found, wanted)
     for places in [Shard(0)], [R], [Partial()]:
         both = []
         for of in lambda x, p: put(x, MESH["line"], p), lambda x, p: x:

@@ -79,6 +79,7 @@ class _Division(NamedTuple):
         pools: all pools by their gathers in the caller's spec; none if no pool is split, and all parts of an index
             array are the same.
         placements: the placements of the result.
+        gradients: the placements that the gradient of the result comes in.
         shape: the shape of the whole result.
         cuts: the dimensions of the result of which the device computes a part; the rest is zero.
         dtype: the dtype of the whole contraction; under autocast that of a part could differ.
@@ -90,6 +91,7 @@ class _Division(NamedTuple):
     indices: dict[Gather, _Moved]
     pools: dict[Gather, _Pool]
     placements: Placements
+    gradients: Placements
     shape: Shape
     cuts: tuple[_Cut, ...]
     dtype: str
@@ -141,7 +143,7 @@ def _run(
     for dim, start, size in division.cuts:
         after = division.shape[dim] - start - size
         result = torch.nn.functional.pad(result, (0, 0) * (result.ndim - dim - 1) + (start, after))
-    return _ToGlobal.apply(result, mesh, division.placements, division.shape)
+    return _ToGlobal.apply(result, mesh, division.placements, division.gradients, division.shape)
 
 
 def _contract(
@@ -257,13 +259,15 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
         return Partial() if is_divided[m] else Replicate()
 
     moved = [move(term, x) for term, x in arrays]
+    placements = tuple(map(place_result, range(mesh.ndim)))
     return _Division(
         spec=local,
         unsplit=with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, g.size) for g, pool in pools.items()}),
         operands=tuple(moved[: len(operands)]),
         indices=dict(zip(spec.gathers, moved[len(operands) :], strict=True)),
         pools=pools,
-        placements=tuple(map(place_result, range(mesh.ndim))),
+        placements=placements,
+        gradients=tuple(Replicate() if p.is_partial() else p for p in placements),
         shape=spec.output_shape,
         cuts=cuts(spec.output, place_term(spec.output, split)),
         dtype=contraction.dtype,
@@ -315,7 +319,8 @@ def _to_local(x: Any, how: _Moved) -> Tensor:
     return local
 
 
-# The two functions are each other's adjoint, so derivatives of any order are made of them.
+# The two functions are each other's adjoint, so derivatives of any order are made of them. Each knows the placements of
+# what it takes or gives, and of the gradient of that.
 
 
 class _ToLocal(torch.autograd.Function):
@@ -323,9 +328,17 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, placements: Placements, gradients: Placements) -> Tensor:
-        ctx.of = x.device_mesh, gradients, x.shape
-        local = (x if x.placements == placements else x.redistribute(placements=placements)).to_local()
+        from torch.distributed.tensor import Replicate
+
+        mesh = x.device_mesh
+        ctx.of = mesh, gradients, placements, x.shape
+        pairs = zip(x.placements, placements, strict=True)
+        found = tuple(Replicate() if new.is_partial() and old != new else new for old, new in pairs)
+        local = (x if x.placements == found else x.redistribute(placements=found)).to_local()
         local = local.wait() if hasattr(local, "wait") else local  # what a collective left may still be on its way
+        # Of an array that shall be a sum of parts the first device has all, and the others nothing.
+        if any(found[m] != wanted and mesh.get_local_rank(m) > 0 for m, wanted in enumerate(placements)):
+            return torch.zeros_like(local)
         return local.view_as(local)
 
     @staticmethod
@@ -334,20 +347,19 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _ToGlobal(torch.autograd.Function):
-    """From local tensors to a DTensor of a shape, in some placements. Its gradient comes whole where it is a sum."""
+    """From local tensors to a DTensor of a shape, in some placements. Its gradient comes in placements too."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: Any, placements: Placements, shape: Shape) -> Any:
-        from torch.distributed.tensor import DTensor, Replicate
+    def forward(ctx: Any, local: Tensor, mesh: Any, placements: Placements, gradients: Placements, shape: Shape) -> Any:
+        from torch.distributed.tensor import DTensor
 
-        ctx.placements = placements
-        ctx.whole = tuple(Replicate() if p.is_partial() else p for p in placements)
+        ctx.of = gradients, placements
         shape = torch.Size(shape)
         return DTensor.from_local(local.detach(), mesh, placements, shape=shape, stride=_strides(local, shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        return _ToLocal.apply(gradient, ctx.whole, ctx.placements), None, None, None
+        return _ToLocal.apply(gradient, *ctx.of), None, None, None, None
 
 
 def _strides(local: Tensor, shape: Shape) -> tuple[int, ...]:
