@@ -265,6 +265,10 @@ def run_mode(mode):
     compare(mesh, ROWS[0], [x, pool], {"q": q}, places, [R, R], index_mode=mode)
     compare(mesh, "nj, nk -> q[n]jk", [x[:, 0], x[:, 1]], {"q": q}, [[Shard(0), R]] * 3, [R, R], sizes={"q": 7},
             index_mode=mode)  # fmt: skip
+    # Rows are added into the part of the pool that each device reads; some indices are in range of one pool only.
+    for split in [Shard(0), R], [R, Shard(0)], [Shard(0), Shard(0)]:
+        xs, places = [small(7, 4), small(6), small(9, 4)], [split, [R, R], [R, R], [R, R]]
+        compare(mesh, "q[n]j, q[n], nj -> q[n]j", xs, {"q": q}, places, [R, R], index_mode=mode)
 
 
 def run_bad_index():

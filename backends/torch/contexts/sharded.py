@@ -173,7 +173,11 @@ def _contract(
             x.detach().new_zeros(()).expand(unsplit.shape(t)) for x, t in zip(operands, unsplit.inputs, strict=True)
         ]
         whole = {pool.letter: indices[gather] for gather, pool in division.pools.items()}
-        result = result + contract(unsplit, *zeros, **options, **whole)
+        marks, pools = contract(unsplit, *zeros, **options, **whole), {p.letter: p for p in division.pools.values()}
+        for dim, entry in enumerate(unsplit.output):
+            if isinstance(entry, Gather):  # of rows that are added into, the result has those of the pool's slice
+                marks = marks.narrow(dim, pools[entry.array].start, pools[entry.array].size)
+        result = result + marks
     return result
 
 
