@@ -92,7 +92,7 @@ def same(x, wanted):
 
 
 def compare(mesh, spec, xs, qs, places, to_result, **options):
-    """Contract tensors and DTensors of them; all values and gradients must be equal."""
+    """Contract tensors and DTensors of them, by a plan for the mesh too; all values and gradients must be equal."""
     plain = [needing_gradients(x) for x in xs]
     wanted = planner.contract(spec, *plain, **options, **qs)
     gradient = small(*wanted.shape)
@@ -100,6 +100,7 @@ def compare(mesh, spec, xs, qs, places, to_result, **options):
     indices = {name: put(q, mesh, p) for (name, q), p in zip(qs.items(), places[len(xs) :], strict=True)}
     result = planner.contract(spec, *operands, **options, **indices)
     same(result, wanted)
+    same(planner.plan(spec, *operands, mesh=mesh, **options, **indices)(*operands, **indices), wanted)
     result.backward(put(gradient, mesh, to_result))
     wanted.backward(gradient)
     for x, y in zip(operands, plain, strict=True):

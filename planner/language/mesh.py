@@ -35,7 +35,9 @@ def read_mesh(mesh: Any) -> dict[str, int]:
     return axes
 
 
-def read_placement(placement: Any, shape: Sequence[int], axes: Mapping[str, int], what: str) -> Placement:
+def read_placement(
+    placement: Any, shape: Sequence[int], axes: Mapping[str, int], what: str, empty_parts: bool = False
+) -> Placement:
     """Return the placement of an array: for each dimension, the axes of the mesh that it is split over.
 
     Example:
@@ -49,6 +51,7 @@ def read_placement(placement: Any, shape: Sequence[int], axes: Mapping[str, int]
         shape: the shape of the array.
         axes: sizes of the mesh by name.
         what: what to call the array in errors.
+        empty_parts: whether a dimension may have fewer elements than parts, as those of DTensors may.
 
     Raises:
         PlannerError: it is no placement of such an array on the mesh.
@@ -64,10 +67,11 @@ def read_placement(placement: Any, shape: Sequence[int], axes: Mapping[str, int]
         why = f"the mesh has no axis {unknown[0]!r}, but {', '.join(axes)}"
     elif len(set(used)) < len(used):
         why = "an axis of the mesh splits one dimension of an array"
-    elif short := [d for d, n in enumerate(found) if n and shape[d] < math.prod(axes[name] for name in n)]:
-        why = f"dimension {short[0]} has size {shape[short[0]]}, which is fewer than the parts"
     else:
-        return found
+        short = [d for d, n in enumerate(found) if n and shape[d] < math.prod(axes[name] for name in n)]
+        if empty_parts or not short:
+            return found
+        why = f"dimension {short[0]} has size {shape[short[0]]}, which is fewer than the parts"
     raise PlannerError(f"{what} cannot be placed as {placement!r:.80}: {why}")
 
 

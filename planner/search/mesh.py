@@ -57,8 +57,9 @@ def put_on_mesh(
 
     def place(key: int | str, what: str, x: Any, shape: Sequence[int], seen: Sequence[int]) -> Placement:
         own = getattr(x, "sharding", None) if hasattr(getattr(x, "sharding", None), "spec") else None
+        is_own = key not in given
         asked = given.pop(key, getattr(x, "placements", own))
-        return view_placement(read_placement(asked, shape, axes, what), shape, seen)
+        return view_placement(read_placement(asked, shape, axes, what, empty_parts=is_own), shape, seen)
 
     of_operands = [
         place(number, f"operand {number}", x, operand.shape, seen)
