@@ -167,7 +167,7 @@ def _run_and_mark(
         arrays = {name: q.reshape(shapes[name]) for name, q in written.items()}
         given = shape_of(count.output)
         counts = callbacks().contract(count, ones, sizes=given, index_mode=MODES[mode].unmarked, **arrays)
-        marks = ops.select(counts == 0, ops.zeros(counts.shape, result), math.nan)
+        marks = ops.select(counts == 0, counts, math.nan)
         whole = shape_of(spec.output)
         shape = [n if d in dims else 1 for d, n in enumerate(whole)]
         # NumPy makes a number of a sum without dimensions.

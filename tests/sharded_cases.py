@@ -105,6 +105,7 @@ SPLITS = [
     ("one bracket", ONE_BRACKET, ["n x"]),
     ("explicit diagonal", dataclasses.replace(DIAGONAL, explicit=True), ["i x"]),
     ("explicit", dataclasses.replace(ROWS, explicit=True), ["q x", "n x, k y"]),
+    ("nan", dataclasses.replace(ROWS, mode="nan", bad=True), ["n x, q y"]),
 ]
 CASES = {f"{name} {split}": (case, split) for name, case, splits in SPLITS for split in splits}
 
@@ -190,7 +191,7 @@ def test_values_and_gradients_are_those_of_one_device(name):
     ran, (case, _) = run(name), CASES[name]
     for x, wanted in zip(ran.results, ran.wanted, strict=True):
         np.testing.assert_array_equal(process_allgather(x, tiled=True), wanted)
-    assert jnp.isnan(ran.wanted[0]).any() == (case.bad and case.mode == "raise")
+    assert jnp.isnan(ran.wanted[0]).any() == (case.bad and case.mode in ("raise", "nan"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -532,6 +533,23 @@ def test_the_types_of_results_say_how_they_are_split():
     assert str(jax.typeof(rows(*TYPED))) == "float32[16@x,2,4]"
     many = (put(x, "x", on=EXPLICIT) for x in MANY)
     assert str(jax.typeof(jax.jit(jax.vmap(rows))(*many))) == "float32[8@x,16,2,4]"
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop", "clip", "nan"])
+def test_index_modes_on_explicit_axes(mode):
+    """Also where the mesh of the program is set, so that every array in it is of the mesh."""
+    bad = Q.at[3].set(9) if mode != "raise" else Q
+
+    def gradients(a, c, q):
+        run = functools.partial(planner.contract, "nij, q[n]jk -> nik", q=q, index_mode=mode)
+        result, back = jax.vjp(run, a, c)
+        return result, *back(jnp.ones_like(result))
+
+    wanted = gradients(A, C, bad)
+    with jax.set_mesh(EXPLICIT):
+        arrays = *TYPED[:2], put(bad, "x", on=EXPLICIT)
+        for found in gradients(*arrays), jax.jit(gradients)(*arrays):
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.parametrize("function", [rows, lambda a, c, q: planner.contract("nij, jk -> nik", a, c[0])])

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -71,7 +72,10 @@ class JaxOps:
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
         # `jnp.where` and each of its derivatives would be compiled as functions of their own.
-        return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
+        mask = jnp.broadcast_to(mask, x.shape)
+        if (split := jax.typeof(mask).sharding) != jax.typeof(x).sharding:  # on explicit axes
+            x = jax.reshard(x, split)
+        return lax.select(mask, x, lax.full_like(x, otherwise))
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         return jnp.zeros_like(like, shape=tuple(shape))  # weakly typed if that is
