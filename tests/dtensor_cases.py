@@ -367,6 +367,8 @@ def run_sum_of_parts():
     assert (result.placements, wide.placements) == ((Partial(),), (R,))
     assert exchanged.found == [("all_reduce", x.nbytes)]
     same(result, x @ y)
+    bytes_ = DTensor.from_local(torch.full((8,), 100, dtype=torch.uint8), mesh, [Partial()])  # 400 is 144
+    same(planner.contract("i, i -> i", bytes_, put(x[:, 0], mesh, [R])), 144 * x[:, 0])
 
 
 def run_moved():

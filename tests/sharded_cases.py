@@ -429,6 +429,16 @@ def test_products_to_a_number(spec, first, second):
     assert jax.jit(functools.partial(planner.contract, spec))(*split) == planner.contract(spec, a, b)
 
 
+@pytest.mark.xfail(strict=True, reason="XLA adds up wrong parts (jaxlib 0.10.2): docs/limits.md")
+@pytest.mark.parametrize("product", [planner.contract, jnp.einsum])
+def test_products_that_sum_three_axes(product):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    a, b = small(8, 8, 8), small(8, 8, 8, 8)
+    split = put(a, "x", "y", on=mesh), put(b, None, "x", None, "y", on=mesh)
+    found = jax.jit(functools.partial(product, "abc, dabc -> d"))(*split)
+    np.testing.assert_array_equal(found, np.einsum("abc, dabc -> d", a, b))
+
+
 def test_shard_map_exchanges_nothing():
     local = jax.jit(jax.shard_map(rows, mesh=MESH, in_specs=(SPLIT, WHOLE, SPLIT), out_specs=SPLIT))
     assert (local(A, C, Q) == rows(A, C, Q)).all()

@@ -218,7 +218,7 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
     split = choose_splits(spec, [(term, _placement(spec, term, x)) for term, x in arrays])
     # For each dimension of the mesh what it splits, or which operand's parts of a sum stay apart; or neither.
     over: dict[int, Any] = {int(name): entry for entry, names in split.items() for name in names}
-    apart = {m: _operand_apart(spec, operands, m) for m in range(mesh.ndim) if m not in over}
+    apart = {m: _operand_apart(contraction, operands, m) for m in range(mesh.ndim) if m not in over}
     is_divided = [m in over or apart[m] is not None for m in range(mesh.ndim)]
 
     parts = {entry: _part(spec.size(entry), names, mesh) for entry, names in split.items()}
@@ -278,17 +278,20 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
     )
 
 
-def _operand_apart(spec: Spec, operands: Sequence[Any], m: int) -> Any:
+def _operand_apart(contraction: Contraction, operands: Sequence[Any], m: int) -> Any:
     """Return the operand whose parts of a sum over a dimension of the mesh need not be added up before the call.
 
     A contraction is linear in each operand. So if one operand is a sum of parts, the result is one of as many parts.
+    But parts of integers are added up in their own dtype, in which the sum may be too large.
     """
     from torch.distributed.tensor import Partial
 
     sums = [x for x in operands if x.placements[m].is_partial()]
-    if len(sums) == 1 and sums[0].placements[m] == Partial() and math.prod(spec.output_shape) <= sums[0].numel():
-        return sums[0]
-    return None
+    if len(sums) != 1 or sums[0].placements[m] != Partial():
+        return None
+    (x,), result = sums, contraction.resolved.spec.output_shape
+    is_linear = x.is_floating_point() or x.is_complex() or str(x.dtype) == f"torch.{contraction.dtype}"
+    return x if is_linear and math.prod(result) <= x.numel() else None
 
 
 def _placement(spec: Spec, term: Term, x: Any) -> Placement:
