@@ -41,6 +41,16 @@ def integers(shape, dtype):
 SPECS = list(random_specs(60))
 
 
+def dotted(spec):
+    """The spec with an ellipsis somewhere in one or more of its terms."""
+    inputs, arrow, output = spec.partition("->")
+    terms = inputs.split(",")
+    for number in {RNG.randrange(len(terms)) for _ in terms}:
+        at = RNG.randint(0, len(terms[number]))
+        terms[number] = f"{terms[number][:at]}...{terms[number][at:]}"
+    return ",".join(terms) + arrow + output
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +121,21 @@ def test_torch_views_are_views(torch):
     planner.einsum("ij->ji", a)[0, 1] = 1.0
     planner.einsum("ii->i", a).fill_(2.0)
     assert torch.equal(a, torch.tensor([[2.0, 0, 0], [1, 2, 0], [0, 0, 2]]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_torch_sums_no_axis_of_an_empty_ellipsis(torch, dtype):
+    for spec, shapes in random_specs(150, 2, (2, 3, 4)):
+        spec, operands = dotted(spec), [torch.from_numpy(integers(shape, dtype)) for shape in shapes]
+        try:
+            expected = torch.einsum(spec, *operands)
+        except RuntimeError:  # it multiplies no integers of two widths
+            continue
+        got = planner.einsum(spec, *operands)
+        assert got.dtype == expected.dtype, spec
+        assert torch.equal(got, expected), spec
+        assert got._is_view() or not expected._is_view() or len(shapes) > 1, spec
+        assert got.is_contiguous() or not expected.is_contiguous(), spec
 
 
 def strided(torch, shape, kind):
@@ -335,6 +360,14 @@ def test_numpy_views_are_views():
     assert np.array_equal(a, [[2, 0, 0], [1, 2, 0], [0, 0, 2]])
     a.flags.writeable = False
     assert not planner.einsum("ii->i", a).flags.writeable
+    for spec, shapes in random_specs(150, 1, (0, 1, 2, 3)):
+        spec, x = dotted(spec), integers(shapes[0], "float32")
+        for options in ({}, {"dtype": "f8"}):
+            expected, got = np.einsum(spec, x, **options), planner.einsum(spec, x, **options)
+            assert got.dtype == expected.dtype, spec
+            assert np.array_equal(got, expected), spec
+            assert np.shares_memory(got, x) == np.shares_memory(expected, x), spec
+            assert got.ndim == 0 or got.flags.writeable == expected.flags.writeable, spec
 
 
 # -- JAX ---------------------------------------------------------------------------------------------------------------
@@ -647,6 +680,14 @@ def test_gathers_and_options_pass():
     assert np.array_equal(got, planner.contract("nij, q[n]jk -> nik", a, c, q=q))
 
 
+def test_sizes_of_lists_go_by_label():
+    a, sizes = np.ones((2, 3)), {7: 4}
+    assert planner.einsum(a, [0, 1], [0, 7], sizes=sizes).shape == (2, 4)
+    assert planner.contract_expression((2, 3), [0, 1], [0, 7], sizes=sizes)(a).shape == (2, 4)
+    with pytest.raises(planner.ShapeError, match="sizes= names 3"):
+        planner.einsum(a, [0, 1], [0, 7], sizes={3: 4})
+
+
 def test_what_is_no_call():
     with pytest.raises(planner.PlannerTypeError, match="no spec"):
         planner.einsum()
@@ -695,6 +736,9 @@ def test_contract_path_has_the_fields_of_opt_einsum():
     assert planner.contract_path("ij,jk,kl", *[np.ones((2, 2))] * 3, optimize=False)[0] == [(0, 1, 2)]
     with pytest.raises(planner.PlannerError, match="no gathers"):
         planner.contract_path("q[n]j->nj", (3, 2), q=(5,), shapes=True)
+    for spec in ("i->ii", "i->ij"):
+        with pytest.raises(planner.PlannerError, match="call planner.plan"):
+            planner.contract_path(spec, (3,), sizes={"j": 2} if "j" in spec else None, shapes=True)
 
 
 # -- expressions -------------------------------------------------------------------------------------------------------

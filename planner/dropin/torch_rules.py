@@ -21,6 +21,7 @@ from planner.api import contract, plan, run_met
 from planner.cost.layout import view_strides
 from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.dtypes import dtype_name, itemsize
+from planner.language.errors import ShapeError
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 from planner.language.spec import Operand, Spec
@@ -29,12 +30,14 @@ from planner.program.frameworks import framework_of, load_backend
 from planner.run import torch_compiles, torch_traces
 
 
-def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Remember the results of a function of a spec. torch's compiler calls it, and does not trace it."""
+def _of_constants(
+    function: Callable[[str | Spec, tuple[int, ...]], bool],
+) -> Callable[[str | Spec, tuple[int, ...]], bool]:
+    """Remember the results of a function of constants. torch's compiler calls it, and does not trace it."""
     cached = lru_cache(maxsize=1024)(function)
 
-    def call(spec: str | Spec) -> bool:
-        return cached(spec)
+    def call(spec: str | Spec, dims: tuple[int, ...]) -> bool:
+        return cached(spec, dims)
 
     call.__dict__["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does
     return call
@@ -118,7 +121,7 @@ def _planned(
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
             return values[0].contiguous(), None
-        if has_private_sum(spec):
+        if has_private_sum(spec, dims_of(operands)):
             spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
             operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
         if len(operands) == 2:
@@ -126,7 +129,7 @@ def _planned(
                 # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
                 return sys.modules["torch"].einsum(spec, *operands), None
             operands = [_freed(spec, operands, n) for n in range(2)]
-    elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
+    elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec, dims_of(operands)):
         options = {**options, "dtype": "int64"}
     result = contract(spec, *operands, **options)
     if framework_of(result) != "torch":  # fx records the call
@@ -141,9 +144,9 @@ def _planned(
         if unchanged and few and set(spec) <= _EINSUM_TEXT and by_matmul:
             finish = _by_einsum(spec)
             return finish(lambda *_: result)(operands, {}), finish
-        if not (has_private_sum(asked) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
+        if not (has_private_sum(asked, dims_of(given)) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
             return result, finish
-    if not _is_row_major(asked):
+    if not _is_row_major(asked, dims_of(given)):
         return result, finish
     return result.contiguous(), finish and _in_row_major
 
@@ -304,26 +307,48 @@ def _copied_order(
     return tuple(order) if viewed is None else None
 
 
+def dims_of(operands: Sequence[Any]) -> tuple[int, ...]:
+    """Return how many dimensions each operand has; 0 for an object that does not say."""
+    return tuple([getattr(x, "ndim", 0) for x in operands])
+
+
+def _written_out(spec: str | Spec, dims: tuple[int, ...]) -> Spec:
+    """Return a spec whose ellipses are axes, of which an empty ellipsis has none.
+
+    A spec with index arrays, whose ellipses may stand in brackets, is returned as it is. So is one that does not fit
+    the operands: `contract` says why.
+    """
+    parsed = parse(spec) if isinstance(spec, str) else spec
+    if not parsed.arrays and len(dims) == len(parsed.inputs):
+        with contextlib.suppress(ShapeError):
+            return expand_ellipses(parsed, [(1,) * n for n in dims], {})
+    return parsed
+
+
 @_of_constants
-def _is_row_major(spec: str | Spec) -> bool:
+def _is_row_major(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
 
     It sums an operand in the order of the output. Its product of two operands has the axes of both first, then those of
     the left one, then those of the right one; or it multiplies the right one by the left one, if that is the order.
     """
-    parsed = parse(spec) if isinstance(spec, str) else spec
+    parsed = _written_out(spec, dims)
     if len(parsed.inputs) > 2:
         return True  # its last product depends on a path
     left, right = parsed.inputs[0], parsed.inputs[-1]
     if len(parsed.inputs) == 1 or set(left) & set(right) <= set(parsed.output):
-        return not parsed.arrays and has_private_sum(parsed)
+        return not parsed.arrays and _sums_one(parsed)
     order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
     swapped = [(axis not in left or axis not in right) + (axis not in right) for axis in parsed.output]
     return order == sorted(order) or swapped == sorted(swapped)
 
 
 @_of_constants
-def has_private_sum(spec: str | Spec) -> bool:
+def has_private_sum(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether an operand is summed over an axis that no other term has. One operand is either summed or only moved."""
-    terms = (parse(spec) if isinstance(spec, str) else spec).terms
+    return _sums_one(_written_out(spec, dims))
+
+
+def _sums_one(spec: Spec) -> bool:
+    terms = spec.terms
     return any(set(term).difference(*terms[:n], *terms[n + 1 :]) for n, term in enumerate(terms[:-1]))
