@@ -337,6 +337,16 @@ def test_numpy_dtype_casting_and_order(options):
         assert np.array_equal(got, expected)
 
 
+def test_contract_returns_an_array_whatever_step_comes_last():
+    """NumPy's own products and takes return scalars if nothing has dimensions. `einsum` returns these, as NumPy's does."""
+    a, one = np.ones(3), np.array(2.0)
+    for spec, operands in (("i,j->", (a, a)), (",", (one, one)), (",,", (one,) * 3), ("i,i->", (a, a)), ("i->", (a,))):
+        for _ in ("cold", "warm"):
+            assert type(planner.contract(spec, *operands)) is np.ndarray, spec
+            assert type(planner.einsum(spec, *operands)) is np.float64, spec
+    assert type(planner.contract("q[] ->", a, q=np.array(1))) is np.ndarray
+
+
 def test_numpy_out():
     a = np.arange(6.0).reshape(2, 3)
     for dtype, casting in (("f8", "safe"), ("c16", "safe"), ("f4", "same_kind"), ("f4", "safe"), ("i8", "unsafe")):
