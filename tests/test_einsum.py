@@ -148,6 +148,18 @@ def strided(torch, shape, kind):
     return (x[0] if kind == "part" else x).permute([order.index(d) for d in range(len(shape))])
 
 
+def with_diagonals_and_ones(problem):
+    """The spec with one axis of a term written once more, and some dimensions of operands of size 1."""
+    spec, shapes = problem
+    inputs, arrow, output = spec.partition("->")
+    terms, number = inputs.split(","), RNG.randrange(len(shapes))
+    at, to = RNG.randrange(len(terms[number])), RNG.randint(0, len(terms[number]))
+    shapes = [tuple(1 if RNG.random() < 0.1 else n for n in shape) for shape in shapes]
+    terms[number] = terms[number][:to] + terms[number][at] + terms[number][to:]
+    shapes[number] = (*shapes[number][:to], shapes[number][at], *shapes[number][to:])
+    return ",".join(terms) + arrow + output, shapes
+
+
 def kept_bytes(torch, call, operands):
     """The bytes that a call keeps alive for its backward pass, those of its operands counted."""
     kept = {}
@@ -166,8 +178,11 @@ def kept_bytes(torch, call, operands):
 def test_torch_keeps_no_more_for_gradients(torch, most_terms, kinds):
     """What a plan keeps of operands counts too: here nobody else holds them."""
     kept = 0
-    for spec, shapes in random_specs(150, most_terms, (2, 3, 4, 8)):
-        if len(shapes) < 2 or len(set(spec.split("->")[-1])) < len(spec.split("->")[-1]):
+    specs = list(random_specs(150, most_terms, (2, 3, 4, 8)))
+    if most_terms == 2:
+        specs += map(with_diagonals_and_ones, random_specs(150, 2, (2, 3, 4, 8)))
+    for spec, shapes in specs:
+        if len(shapes) < 2 or "->" in spec and len(set(spec.split("->")[1])) < len(spec.split("->")[1]):
             continue
         operands = [strided(torch, shape, RNG.choice(kinds)) for shape in shapes]
         ours = max(kept_bytes(torch, functools.partial(planner.einsum, spec), operands) for _ in ("cold", "warm"))
@@ -338,7 +353,7 @@ def test_numpy_dtype_casting_and_order(options):
 
 
 def test_contract_returns_an_array_whatever_step_comes_last():
-    """NumPy's own products and takes return scalars if nothing has dimensions. `einsum` returns these, as NumPy's does."""
+    """NumPy's own products and takes return scalars if nothing has dimensions, and so does `einsum`, as NumPy's own."""
     a, one = np.ones(3), np.array(2.0)
     for spec, operands in (("i,j->", (a, a)), (",", (one, one)), (",,", (one,) * 3), ("i,i->", (a, a)), ("i->", (a,))):
         for _ in ("cold", "warm"):

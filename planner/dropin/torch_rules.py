@@ -8,6 +8,7 @@ of an operand, and lets the operand go, such a plan would keep more. So here ope
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import string
 import sys
@@ -121,9 +122,8 @@ def _planned(
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
             return values[0].contiguous(), None
-        if has_private_sum(spec, dims_of(operands)):
-            spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
-            operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
+        if summed := _with_sums_first(spec, tuple(tuple(x.shape) for x in operands)):
+            spec, operands = summed[0], [step.run(x) for x, step in zip(operands, summed[1], strict=True)]
         if len(operands) == 2:
             if operands[0].dtype != operands[1].dtype and not _is_summed(spec, *(tuple(x.shape) for x in operands)):
                 # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
@@ -199,8 +199,8 @@ def _lean_steps(
     parsed = expand_ellipses(parse(spec), shapes, {})
     _, info = contract_path(str(parsed).replace(" ", ""), *shapes, shapes=True, optimize="auto")
     steps = tuple((places, text) for places, _, text, _, _ in info.contraction_list)
-    if any(is_part for _, is_part in described):
-        return steps  # what a part keeps alive is known for each step
+    if any(is_part for _, is_part in described) or any(len(set(term)) < len(term) for term in parsed.inputs):
+        return steps  # what a part keeps alive, and a diagonal is one, is known for each step
     if autocast and len(set(_step_dtypes(steps, operands, info.size_dict))) > 1:
         return steps
     width = itemsize(plan(spec, *operands, backend="torch").dtype)
@@ -214,13 +214,12 @@ def _lean_steps(
                 axes = set(term) & set("".join([result, *(other for other, _ in others)]))
                 theirs += math.prod(info.size_dict[axis] for axis in axes) * width
         values.append((result, any(grad for _, grad in picked)))
-    summed, dims = _without_private_sums(spec, shapes)
-    left = [
-        Operand(tuple(n for d, n in enumerate(x.shape) if d not in gone), x.dtype, None, x.requires_grad) if gone else x
-        for x, gone in zip(operands, dims, strict=True)
-    ]
+    left = operands
+    if summed := _with_sums_first(spec, shapes):
+        spec, first = summed
+        left = [Operand(f.shape(x.shape), x.dtype, None, x.requires_grad) for x, f in zip(operands, first, strict=True)]
     read = left if sum(x.requires_grad for x in left) > 1 else [x for x in left if not x.requires_grad]
-    ours = plan(summed, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
+    ours = plan(spec, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
     return steps if ours > theirs else None
 
 
@@ -246,20 +245,56 @@ def _is_summed(spec: str, *shapes: tuple[int, ...]) -> bool:
     return not large[0] & large[1] <= set(parsed.output)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _First:
+    """What `torch.einsum` does with an operand before it multiplies: it takes diagonals, then it sums dimensions.
+
+    Each diagonal is of two dimensions, and is the last dimension of what is left. Dimensions of size 1 are dropped.
+    """
+
+    diagonals: tuple[tuple[int, int], ...]
+    summed: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+    def run(self, x: Any) -> Any:
+        for first, second in self.diagonals:
+            x = x.diagonal(dim1=first, dim2=second)
+        x = x.sum(self.summed, keepdim=True) if self.summed else x
+        return x.squeeze((*self.summed, *self.dropped))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what `run` returns for a tensor of a shape without diagonals."""
+        return tuple(n for d, n in enumerate(shape) if d not in self.summed + self.dropped)
+
+
 @lru_cache(maxsize=1024)
-def _without_private_sums(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """Return the spec of operands that are summed over the axes that no other term has, and their dimensions of these.
+def _with_sums_first(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[str, tuple[_First, ...]] | None:
+    """Return the spec of operands that are summed over the axes that no other term has, and how they come to be that.
 
     What is summed is all that `torch.einsum` keeps of such an operand. A plan may keep it whole, as operands are free.
+    To torch an axis of size 1 is none. None is returned if nothing is summed, and no axis repeats within a term.
     """
     parsed = expand_ellipses(parse(spec), shapes, {})
-    terms, inputs, dims = parsed.terms, [], []
+    large = [
+        {axis for axis, size in zip(term, shape, strict=True) if size != 1}
+        for term, shape in zip(parsed.inputs, shapes, strict=True)
+    ]
+    inputs, first = [], []
     for n, term in enumerate(parsed.inputs):
-        private = set(term).difference(*terms[:n], *terms[n + 1 :])
-        private = {axis for axis in private if term.count(axis) == 1}
-        dims.append(tuple(d for d, entry in enumerate(term) if entry in private))
-        inputs.append(tuple(entry for entry in term if entry not in private))
-    return str(Spec(tuple(inputs), parsed.output)), tuple(dims)
+        left, diagonals = list(term), []
+        while repeated := next((axis for axis in left if left.count(axis) > 1), None):
+            one = left.index(repeated)
+            two = left.index(repeated, one + 1)
+            diagonals.append((one, two))
+            left = [axis for d, axis in enumerate(left) if d not in (one, two)] + [repeated]
+        private = large[n].difference(parsed.output, *large[:n], *large[n + 1 :])
+        ones = set(term).difference(parsed.output, large[n])
+        summed, dropped = (tuple(d for d, axis in enumerate(left) if axis in axes) for axes in (private, ones))
+        first.append(_First(tuple(diagonals), summed, dropped))
+        inputs.append(tuple(axis for axis in left if axis not in private | ones))
+    if not any(step.diagonals or step.summed for step in first):
+        return None
+    return str(Spec(tuple(inputs), parsed.output)), tuple(first)
 
 
 def _freed(spec: str, operands: Sequence[Any], number: int) -> Any:
