@@ -116,6 +116,23 @@ def test_torch_multiplies_booleans_and_two_dtypes_in_any_order_of_axes(torch, ki
             assert bool((result == (1 if result.dtype == torch.bool else 3)).all())
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_torch_takes_what_its_own_einsum_refuses(torch, trains):
+    """Diagonals to write on, and letters beyond ASCII."""
+    specs = [
+        ("ij,jk->iki", [(2, 3), (3, 2)]), ("ij,ij->iji", [(2, 3), (2, 3)]), ("a,ab,b->aba", [(2,), (2, 3), (3,)]),
+        ("ij->iji", [(2, 3)]), ("éj,jk->ké", [(2, 3), (3, 4)]), ("é,é->é", [(2,), (2,)]),
+    ]  # fmt: skip
+    for spec, shapes in specs:
+        for kinds in (("float32", "float32"), ("float64", "float32")):
+            operands = [
+                torch.from_numpy(integers(s, kinds[n == 0])).requires_grad_(trains) for n, s in enumerate(shapes)
+            ]
+            expected = planner.contract(spec, *operands)
+            for _ in ("cold", "warm"):
+                assert torch.equal(planner.einsum(spec, *operands), expected), spec
+
+
 def test_torch_views_are_views(torch):
     a = torch.zeros(3, 3)
     planner.einsum("ij->ji", a)[0, 1] = 1.0

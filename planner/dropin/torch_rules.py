@@ -115,8 +115,8 @@ def _planned(
     asked, given = spec, operands
     if "optimize" in options:
         options = {**options, "optimize": search_of(options["optimize"])}
-    bare = not options and len(operands) > 1 and not torch_traces()
-    if bare and isinstance(spec, str) and "[" not in spec and _trains(operands):
+    bare = not options and len(operands) > 1 and not torch_traces() and isinstance(spec, str) and _is_theirs(spec)
+    if bare and isinstance(spec, str) and _trains(operands):
         if len(operands) > 2 and (steps := _lean_steps(spec, _described(operands), _autocast(operands))):
             values = list(operands)
             for places, part in steps:
@@ -141,7 +141,7 @@ def _planned(
     if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
         by_matmul = operands[0].dtype == operands[1].dtype and load_backend("torch").ops.has_matmul(operands[0])
-        if unchanged and few and set(spec) <= _EINSUM_TEXT and by_matmul:
+        if unchanged and few and by_matmul:
             finish = _by_einsum(spec)
             return finish(lambda *_: result)(operands, {}), finish
         if not (has_private_sum(asked, dims_of(given)) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
@@ -149,6 +149,13 @@ def _planned(
     if not _is_row_major(asked, dims_of(given)):
         return result, finish
     return result.contiguous(), finish and _in_row_major
+
+
+@lru_cache(maxsize=1024)
+def _is_theirs(spec: str) -> bool:
+    """Whether `torch.einsum` takes a spec: it has no index arrays, no other letters, and no diagonals to write on."""
+    output = spec.partition("->")[2].replace("...", "").replace(" ", "")
+    return set(spec) <= _EINSUM_TEXT and len(set(output)) == len(output)
 
 
 def _is_whole(x: Any) -> bool:
