@@ -17,7 +17,7 @@ from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsiz
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import MODES, Options, Request, check_index_mode, is_name, read_precision
 from planner.language.parse import parse, parse_sublists, unpack_operands
-from planner.language.resolve import resolve_shapes, shape_of, shorten
+from planner.language.resolve import replace_labels, resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec, term_gathers
 from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
@@ -145,7 +145,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
                 f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'"
             )
         spec, operands, letters = parse_sublists((spec, *operands))
-        request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
+        request = request._replace(spec=spec, sizes=replace_labels(request.sizes, letters))
     if not isinstance(spec, Spec):
         parse(spec)
     operands, indices = beside_jax(operands, indices)
@@ -273,7 +273,7 @@ def plan(
     operands = tuple(unpack_operands(spec, operands))
     if not (is_name(spec) or isinstance(spec, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
-        sizes = _replace_labels(sizes, letters)
+        sizes = replace_labels(sizes, letters)
     operands, indices = beside_jax(operands, indices)
     if backend is None:
         given = (*operands, *indices.values())
@@ -390,17 +390,6 @@ def check_names(call: Callable[..., Any], names: Iterable[str]) -> None:
             close = difflib.get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(options)}"
             raise PlannerTypeError(f"{name!r} is not an option, and the name of an index array is one letter: {hint}")
-
-
-def _replace_labels(sizes: Any, letters: Mapping[Any, str]) -> Any:
-    """Return `sizes=` of a call in sublist form with letters in place of labels."""
-    if not isinstance(sizes, Mapping):
-        return sizes
-    for label in sizes:
-        if label not in letters:
-            labels = shorten(str(list(letters)))
-            raise ShapeError(f"sizes= names {label!r}, which is not a label of the lists: {labels}")
-    return {letters[label]: size for label, size in sizes.items()}
 
 
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:

@@ -167,6 +167,9 @@ def test_sublists_lists_and_several_calls():
     a, b = small((6, 2), (2, 3))
     agree(lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), a, b)
     agree(lambda a, b: planner.contract("ij, jk -> ik", [a, b]) + planner.contract("ij, jk -> ik", (a, b)), a, b)
+    agree(lambda a, b: planner.einsum(a, [..., 1], b, [1, 2], [2, ...]), a, b)
+    agree(lambda a: planner.einsum(a, (0, 1), [1]), torch.ones(3, 2, dtype=torch.int8))
+    agree(lambda a: planner.einsum(a, [0, 1], [0, 2], sizes={2: 5}), a)
     agree(lambda a: planner.contract("ij,ij->i", a, a) + planner.contract("ii->i", a[:2])[:1], a)
 
 

@@ -41,6 +41,16 @@ def integers(shape, dtype):
 SPECS = list(random_specs(60))
 
 
+def dotted(spec):
+    """The spec with an ellipsis somewhere in one or more of its terms."""
+    inputs, arrow, output = spec.partition("->")
+    terms = inputs.split(",")
+    for number in {RNG.randrange(len(terms)) for _ in terms}:
+        at = RNG.randint(0, len(terms[number]))
+        terms[number] = f"{terms[number][:at]}...{terms[number][at:]}"
+    return ",".join(terms) + arrow + output
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,11 +116,43 @@ def test_torch_multiplies_booleans_and_two_dtypes_in_any_order_of_axes(torch, ki
             assert bool((result == (1 if result.dtype == torch.bool else 3)).all())
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_torch_takes_what_its_own_einsum_refuses(torch, trains):
+    """Diagonals to write on, and letters beyond ASCII."""
+    specs = [
+        ("ij,jk->iki", [(2, 3), (3, 2)]), ("ij,ij->iji", [(2, 3), (2, 3)]), ("a,ab,b->aba", [(2,), (2, 3), (3,)]),
+        ("ij->iji", [(2, 3)]), ("éj,jk->ké", [(2, 3), (3, 4)]), ("é,é->é", [(2,), (2,)]),
+    ]  # fmt: skip
+    for spec, shapes in specs:
+        for kinds in (("float32", "float32"), ("float64", "float32")):
+            operands = [
+                torch.from_numpy(integers(s, kinds[n == 0])).requires_grad_(trains) for n, s in enumerate(shapes)
+            ]
+            expected = planner.contract(spec, *operands)
+            for _ in ("cold", "warm"):
+                assert torch.equal(planner.einsum(spec, *operands), expected), spec
+
+
 def test_torch_views_are_views(torch):
     a = torch.zeros(3, 3)
     planner.einsum("ij->ji", a)[0, 1] = 1.0
     planner.einsum("ii->i", a).fill_(2.0)
     assert torch.equal(a, torch.tensor([[2.0, 0, 0], [1, 2, 0], [0, 0, 2]]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_torch_sums_no_axis_of_an_empty_ellipsis(torch, dtype):
+    for spec, shapes in random_specs(150, 2, (2, 3, 4)):
+        spec, operands = dotted(spec), [torch.from_numpy(integers(shape, dtype)) for shape in shapes]
+        try:
+            expected = torch.einsum(spec, *operands)
+        except RuntimeError:  # it multiplies no integers of two widths
+            continue
+        got = planner.einsum(spec, *operands)
+        assert got.dtype == expected.dtype, spec
+        assert torch.equal(got, expected), spec
+        assert got._is_view() or not expected._is_view() or len(shapes) > 1, spec
+        assert got.is_contiguous() or not expected.is_contiguous(), spec
 
 
 def strided(torch, shape, kind):
@@ -121,6 +163,18 @@ def strided(torch, shape, kind):
     x.requires_grad_(RNG.random() < 0.8)
     x = 1.0 * x
     return (x[0] if kind == "part" else x).permute([order.index(d) for d in range(len(shape))])
+
+
+def with_diagonals_and_ones(problem):
+    """The spec with one axis of a term written once more, and some dimensions of operands of size 1."""
+    spec, shapes = problem
+    inputs, arrow, output = spec.partition("->")
+    terms, number = inputs.split(","), RNG.randrange(len(shapes))
+    at, to = RNG.randrange(len(terms[number])), RNG.randint(0, len(terms[number]))
+    shapes = [tuple(1 if RNG.random() < 0.1 else n for n in shape) for shape in shapes]
+    terms[number] = terms[number][:to] + terms[number][at] + terms[number][to:]
+    shapes[number] = (*shapes[number][:to], shapes[number][at], *shapes[number][to:])
+    return ",".join(terms) + arrow + output, shapes
 
 
 def kept_bytes(torch, call, operands):
@@ -141,8 +195,11 @@ def kept_bytes(torch, call, operands):
 def test_torch_keeps_no_more_for_gradients(torch, most_terms, kinds):
     """What a plan keeps of operands counts too: here nobody else holds them."""
     kept = 0
-    for spec, shapes in random_specs(150, most_terms, (2, 3, 4, 8)):
-        if len(shapes) < 2 or len(set(spec.split("->")[-1])) < len(spec.split("->")[-1]):
+    specs = list(random_specs(150, most_terms, (2, 3, 4, 8)))
+    if most_terms == 2:
+        specs += map(with_diagonals_and_ones, random_specs(150, 2, (2, 3, 4, 8)))
+    for spec, shapes in specs:
+        if len(shapes) < 2 or "->" in spec and len(set(spec.split("->")[1])) < len(spec.split("->")[1]):
             continue
         operands = [strided(torch, shape, RNG.choice(kinds)) for shape in shapes]
         ours = max(kept_bytes(torch, functools.partial(planner.einsum, spec), operands) for _ in ("cold", "warm"))
@@ -312,6 +369,16 @@ def test_numpy_dtype_casting_and_order(options):
         assert np.array_equal(got, expected)
 
 
+def test_contract_returns_an_array_whatever_step_comes_last():
+    """NumPy's own products and takes return scalars if nothing has dimensions, and so does `einsum`, as NumPy's own."""
+    a, one = np.ones(3), np.array(2.0)
+    for spec, operands in (("i,j->", (a, a)), (",", (one, one)), (",,", (one,) * 3), ("i,i->", (a, a)), ("i->", (a,))):
+        for _ in ("cold", "warm"):
+            assert type(planner.contract(spec, *operands)) is np.ndarray, spec
+            assert type(planner.einsum(spec, *operands)) is np.float64, spec
+    assert type(planner.contract("q[] ->", a, q=np.array(1))) is np.ndarray
+
+
 def test_numpy_out():
     a = np.arange(6.0).reshape(2, 3)
     for dtype, casting in (("f8", "safe"), ("c16", "safe"), ("f4", "same_kind"), ("f4", "safe"), ("i8", "unsafe")):
@@ -335,6 +402,14 @@ def test_numpy_views_are_views():
     assert np.array_equal(a, [[2, 0, 0], [1, 2, 0], [0, 0, 2]])
     a.flags.writeable = False
     assert not planner.einsum("ii->i", a).flags.writeable
+    for spec, shapes in random_specs(150, 1, (0, 1, 2, 3)):
+        spec, x = dotted(spec), integers(shapes[0], "float32")
+        for options in ({}, {"dtype": "f8"}):
+            expected, got = np.einsum(spec, x, **options), planner.einsum(spec, x, **options)
+            assert got.dtype == expected.dtype, spec
+            assert np.array_equal(got, expected), spec
+            assert np.shares_memory(got, x) == np.shares_memory(expected, x), spec
+            assert got.ndim == 0 or got.flags.writeable == expected.flags.writeable, spec
 
 
 # -- JAX ---------------------------------------------------------------------------------------------------------------
@@ -647,6 +722,14 @@ def test_gathers_and_options_pass():
     assert np.array_equal(got, planner.contract("nij, q[n]jk -> nik", a, c, q=q))
 
 
+def test_sizes_of_lists_go_by_label():
+    a, sizes = np.ones((2, 3)), {7: 4}
+    assert planner.einsum(a, [0, 1], [0, 7], sizes=sizes).shape == (2, 4)
+    assert planner.contract_expression((2, 3), [0, 1], [0, 7], sizes=sizes)(a).shape == (2, 4)
+    with pytest.raises(planner.ShapeError, match="sizes= names 3"):
+        planner.einsum(a, [0, 1], [0, 7], sizes={3: 4})
+
+
 def test_what_is_no_call():
     with pytest.raises(planner.PlannerTypeError, match="no spec"):
         planner.einsum()
@@ -695,6 +778,9 @@ def test_contract_path_has_the_fields_of_opt_einsum():
     assert planner.contract_path("ij,jk,kl", *[np.ones((2, 2))] * 3, optimize=False)[0] == [(0, 1, 2)]
     with pytest.raises(planner.PlannerError, match="no gathers"):
         planner.contract_path("q[n]j->nj", (3, 2), q=(5,), shapes=True)
+    for spec in ("i->ii", "i->ij"):
+        with pytest.raises(planner.PlannerError, match="call planner.plan"):
+            planner.contract_path(spec, (3,), sizes={"j": 2} if "j" in spec else None, shapes=True)
 
 
 # -- expressions -------------------------------------------------------------------------------------------------------

@@ -505,6 +505,15 @@ def test_layouts_that_are_not_strided_are_refused(change, advice):
         planner.contract("ij, jk -> ik", *dense)
 
 
+def test_index_arrays_without_values_are_not_grouped():
+    q = torch.tensor([0, 2])
+    with pytest.raises(planner.PlannerError, match="group it before"):
+        planner.group(q.to("meta"), 3)
+    with pytest.raises(planner.PlannerError, match="group it before"):
+        torch.func.vmap(lambda q: planner.group(q, 3).values)(q[None])
+    assert planner.group(q, 3).to("meta").values.is_meta
+
+
 def test_index_arrays_that_are_not_strided_are_refused():
     q = torch.tensor([0, 2])
     for _ in range(2):

@@ -201,7 +201,7 @@ class NumpyBackend(Backend):
             if wide := widen_operands(OPS, values, resolved.spec, index, _finite):
                 arrays = {gather.array: index[gather] for gather in index}
                 return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
-            return steps(dict(enumerate(values)), index)[0]
+            return np.asarray(steps(dict(enumerate(values)), index)[0])  # NumPy's products may be scalars
 
         return run
 
@@ -219,10 +219,11 @@ class NumpyBackend(Backend):
             index.sizes = member.sizes
             for gather in gathers:
                 own = Gather(gather.array, gather.axes, member.sizes[gather])
-                values, _ = self.in_range(indices[gather.array], own, mode)
-                index[gather] = values.reshape(member.index_shapes[gather.array])
+                ranged, _ = self.in_range(indices[gather.array], own, mode)
+                index[gather] = ranged.reshape(member.index_shapes[gather.array])
             pairs = zip(operands, member.shapes, strict=True)
-            return steps({n: x if s is None else x.reshape(s) for n, (x, s) in enumerate(pairs)}, index)[0]
+            values = {n: x if s is None else x.reshape(s) for n, (x, s) in enumerate(pairs)}
+            return np.asarray(steps(values, index)[0])
 
         return lambda member: partial(run, member)
 

@@ -38,7 +38,7 @@ from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.eager import AUTOGRAD, call_seconds, kept_copies
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
-from planner.backends.torch.ops import OPS, dataless, not_dense, promote
+from planner.backends.torch.ops import OPS, captured, dataless, not_dense, promote, unseen
 from planner.backends.torch.products import einsum_copies, einsum_cost
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
@@ -161,8 +161,11 @@ class TorchBackend(Backend):
         raise_pending()
         if is_distributed(q):
             raise PlannerError("planner.group takes no DTensor: pass the DTensor itself as the index array")
-        if dataless(q):
-            raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
+        if dataless(q) or (unseen(q) and not captured(q)):
+            raise PlannerError(
+                "an index array that is fake, batched by vmap or on the meta device has no values to group: group it "
+                "before, where it has values, and pass what planner.group returns; .to() moves that to another device"
+            )
         values, may_drop = torch_in_range(q, Gather("q", (), size), index_mode)
         # It copies the values: if the caller changed them later, the sorted order would no longer fit.
         return TorchIndex.of(values.clone(), size, index_mode, may_drop)

@@ -332,7 +332,7 @@ def _scatter(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None
 
 
 def _einsum(watch: TorchWatch, args: Args, kwargs: Kwargs, result: Any) -> None:
-    text, operands = read_arguments(args)
+    text, operands, _ = read_arguments(args, {})
     parsed = text if isinstance(text, Spec) else parse(text)
     parts = []
     for x, term in zip(operands, parsed.inputs, strict=True):

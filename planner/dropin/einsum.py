@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from planner.api import contract
-from planner.dropin.torch_rules import has_private_sum, search_of, torch_einsum
+from planner.dropin.torch_rules import dims_of, has_private_sum, search_of, torch_einsum
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.parse import parse_sublists
+from planner.language.resolve import replace_labels
 from planner.language.spec import Spec
 from planner.program.frameworks import framework_of
 from planner.run import torch_compiles
@@ -50,10 +51,12 @@ def einsum(*arguments: Any, **options: Any) -> Any:
         PlannerError: as `contract`.
     """
     if torch_compiles() and not isinstance(arguments[0], str):
-        return contract(*arguments, **options)
+        if "sizes" in options:
+            return contract(*arguments, **options)
+        arguments = _written_as_text(arguments)
     if len(arguments) > 1 and isinstance(arguments[0], str) and framework_of(arguments[1]) == "torch":
         return torch_einsum(arguments[0], arguments[1:], options)  # as below, in less time
-    spec, operands = read_arguments(arguments)
+    spec, operands, options = read_arguments(arguments, options)
     return einsum_in(_framework_of(operands), spec, operands, options)
 
 
@@ -62,26 +65,48 @@ def einsum_in(framework: str, spec: str | Spec, operands: Sequence[Any], options
     return _CONVENTIONS[framework](spec, operands, options)
 
 
-def read_arguments(arguments: Sequence[Any]) -> tuple[str | Spec, Sequence[Any]]:
-    """Return the spec and the operands of a call.
+def read_arguments(
+    arguments: Sequence[Any], options: dict[str, Any]
+) -> tuple[str | Spec, Sequence[Any], dict[str, Any]]:
+    """Return the spec, the operands and the options of a call. Sizes that go by label go by letter then.
 
     Raises:
         PlannerTypeError: there is no operand, or operands and lists of labels do not alternate.
         SpecError: a list of labels holds two ellipses.
+        ShapeError: ``sizes=`` names what is no label.
     """
     if not arguments:
         raise PlannerTypeError("no spec was given; an example is einsum('ij, jk -> ik', a, b)")
     spec, operands = arguments[0], arguments[1:]
     if not isinstance(spec, (str, Spec)):
-        parsed, operands, _ = parse_sublists(arguments)
-        return str(parsed), operands
+        parsed, operands, letters = parse_sublists(arguments)
+        if "sizes" in options:
+            options = {**options, "sizes": replace_labels(options["sizes"], letters)}
+        return str(parsed), operands, options
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         # One list is all operands, or else, in NumPy, the entries of one.
         kinds = {framework_of(x) for x in operands[0]}
         terms = spec.count(",") + 1 if isinstance(spec, str) else len(spec.inputs)
         if kinds & {"torch", "jax"} or (terms > 1 and len(operands[0]) == terms):
             operands = tuple(operands[0])
-    return spec, operands
+    return spec, operands, options
+
+
+def _written_as_text(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a call whose operands have lists of labels as one with a spec."""
+    paired = len(arguments) - len(arguments) % 2
+    lists = tuple([tuple(labels) for labels in (*arguments[1::2], *arguments[paired:])])
+    return _spec_of_lists(lists, paired // 2), *arguments[0:paired:2]
+
+
+def _spec_of_lists(lists: tuple[tuple[Any, ...], ...], count: int) -> str:
+    """Return the spec of a call of so many operands with lists of labels."""
+    alternating = [x for labels in lists[:count] for x in (None, labels)]
+    return str(parse_sublists([*alternating, *lists[count:]])[0])
+
+
+# torch's compiler calls this, and does not trace it.
+_spec_of_lists.__dict__["_dynamo_marked_constant"] = True
 
 
 def _framework_of(operands: Sequence[Any]) -> str:
@@ -116,7 +141,7 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
         raise PlannerTypeError(f"dtype={options['dtype']!r:.80}: {error}") from None
     if dtype is None and out is not None and arrays:
         dtype = np.result_type(*(x.dtype for x in arrays), out.dtype)
-    moved = len(arrays) == 1 and out is None and not has_private_sum(spec)
+    moved = len(arrays) == 1 and out is None and not has_private_sum(spec, dims_of(arrays))
     options["dtype"] = dtype = None if moved else dtype  # NumPy returns a view, whatever the dtype
     if dtype is not None:
         try:
@@ -130,7 +155,8 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
             raise PlannerError(f"out= has shape {out.shape}, but the result has shape {result.shape}")
         np.copyto(out, result, casting=casting)
         return out
-    if moved and arrays[0].flags.writeable and not result.flags.writeable and 0 not in result.strides:
+    repeats = result.size and any(n > 1 and step == 0 for n, step in zip(result.shape, result.strides, strict=True))
+    if moved and arrays[0].flags.writeable and not (result.flags.writeable or repeats):
         with contextlib.suppress(ValueError):  # NumPy cannot tell whether memory of other libraries may be written
             result.flags.writeable = True  # NumPy's own diagonals are read-only, einsum's are not
     if order != "K" and not moved:

@@ -46,7 +46,7 @@ def contract_path(*arguments: Any, shapes: bool = False, optimize: Any = "auto",
     Raises:
         PlannerError: the spec has gathers, which a path does not show; or as `plan`.
     """
-    spec, operands = read_arguments(arguments)
+    spec, operands, options = read_arguments(arguments, options)
     parsed = spec if isinstance(spec, Spec) else parse(spec)
     if parsed.arrays:
         raise PlannerError("a PathInfo has no gathers: call planner.plan, and look at its path and steps")
@@ -55,7 +55,10 @@ def contract_path(*arguments: Any, shapes: bool = False, optimize: Any = "auto",
     made = plan(spec, *arrays, optimize=search_of(optimize), **options)
     text = str(parsed).replace(" ", "")
     path = [tuple(range(len(arrays)))] if optimize is False else list(made.path)
-    _, info = opt_einsum.contract_path(text, *(o.shape for o in made.operands), shapes=True, optimize=path)
+    try:
+        _, info = opt_einsum.contract_path(text, *(o.shape for o in made.operands), shapes=True, optimize=path)
+    except ValueError as error:
+        raise PlannerError(f"no PathInfo of {text!r:.80} ({error}): call planner.plan, and look at its path") from None
     return info.path, info
 
 
@@ -90,7 +93,7 @@ def contract_expression(
     Raises:
         PlannerError: a position is no operand's; or as `plan`.
     """
-    spec, operands = read_arguments(arguments)
+    spec, operands, options = read_arguments(arguments, options)
     return ContractExpression(spec, operands, () if constants is None else constants, options)
 
 

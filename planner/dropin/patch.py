@@ -103,10 +103,10 @@ def _route(
 ) -> Any:
     """Run a call of einsum on planner, or as it was meant if planner refuses it."""
     try:
-        spec, operands = read_arguments(arguments)
+        spec, operands, read = read_arguments(arguments, dict(options))
         if framework == "torch" and (other := [x for x in operands if framework_of(x) != "torch"]):
             raise PlannerError(f"a {type(other[0]).__name__} is no tensor")
-        result = einsum_in(framework, spec, operands, dict(options))
+        result = einsum_in(framework, spec, operands, read)
     except PlannerError as error:
         # Only planner reads brackets, so its error is the one to see.
         if arguments and isinstance(arguments[0], str) and "[" in arguments[0]:

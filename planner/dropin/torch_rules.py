@@ -8,6 +8,7 @@ of an operand, and lets the operand go, such a plan would keep more. So here ope
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import string
 import sys
@@ -21,6 +22,7 @@ from planner.api import contract, plan, run_met
 from planner.cost.layout import view_strides
 from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.dtypes import dtype_name, itemsize
+from planner.language.errors import ShapeError
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses
 from planner.language.spec import Operand, Spec
@@ -29,12 +31,14 @@ from planner.program.frameworks import framework_of, load_backend
 from planner.run import torch_compiles, torch_traces
 
 
-def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Remember the results of a function of a spec. torch's compiler calls it, and does not trace it."""
+def _of_constants(
+    function: Callable[[str | Spec, tuple[int, ...]], bool],
+) -> Callable[[str | Spec, tuple[int, ...]], bool]:
+    """Remember the results of a function of constants. torch's compiler calls it, and does not trace it."""
     cached = lru_cache(maxsize=1024)(function)
 
-    def call(spec: str | Spec) -> bool:
-        return cached(spec)
+    def call(spec: str | Spec, dims: tuple[int, ...]) -> bool:
+        return cached(spec, dims)
 
     call.__dict__["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does
     return call
@@ -111,22 +115,21 @@ def _planned(
     asked, given = spec, operands
     if "optimize" in options:
         options = {**options, "optimize": search_of(options["optimize"])}
-    bare = not options and len(operands) > 1 and not torch_traces()
-    if bare and isinstance(spec, str) and "[" not in spec and _trains(operands):
+    bare = not options and len(operands) > 1 and not torch_traces() and isinstance(spec, str) and _is_theirs(spec)
+    if bare and isinstance(spec, str) and _trains(operands):
         if len(operands) > 2 and (steps := _lean_steps(spec, _described(operands), _autocast(operands))):
             values = list(operands)
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
             return values[0].contiguous(), None
-        if has_private_sum(spec):
-            spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
-            operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
+        if summed := _with_sums_first(spec, tuple(tuple(x.shape) for x in operands)):
+            spec, operands = summed[0], [step.run(x) for x, step in zip(operands, summed[1], strict=True)]
         if len(operands) == 2:
             if operands[0].dtype != operands[1].dtype and not _is_summed(spec, *(tuple(x.shape) for x in operands)):
                 # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
                 return sys.modules["torch"].einsum(spec, *operands), None
             operands = [_freed(spec, operands, n) for n in range(2)]
-    elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
+    elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec, dims_of(operands)):
         options = {**options, "dtype": "int64"}
     result = contract(spec, *operands, **options)
     if framework_of(result) != "torch":  # fx records the call
@@ -138,14 +141,21 @@ def _planned(
     if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
         by_matmul = operands[0].dtype == operands[1].dtype and load_backend("torch").ops.has_matmul(operands[0])
-        if unchanged and few and set(spec) <= _EINSUM_TEXT and by_matmul:
+        if unchanged and few and by_matmul:
             finish = _by_einsum(spec)
             return finish(lambda *_: result)(operands, {}), finish
-        if not (has_private_sum(asked) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
+        if not (has_private_sum(asked, dims_of(given)) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
             return result, finish
-    if not _is_row_major(asked):
+    if not _is_row_major(asked, dims_of(given)):
         return result, finish
     return result.contiguous(), finish and _in_row_major
+
+
+@lru_cache(maxsize=1024)
+def _is_theirs(spec: str) -> bool:
+    """Whether `torch.einsum` takes a spec: it has no index arrays, no other letters, and no diagonals to write on."""
+    output = spec.partition("->")[2].replace("...", "").replace(" ", "")
+    return set(spec) <= _EINSUM_TEXT and len(set(output)) == len(output)
 
 
 def _is_whole(x: Any) -> bool:
@@ -196,8 +206,8 @@ def _lean_steps(
     parsed = expand_ellipses(parse(spec), shapes, {})
     _, info = contract_path(str(parsed).replace(" ", ""), *shapes, shapes=True, optimize="auto")
     steps = tuple((places, text) for places, _, text, _, _ in info.contraction_list)
-    if any(is_part for _, is_part in described):
-        return steps  # what a part keeps alive is known for each step
+    if any(is_part for _, is_part in described) or any(len(set(term)) < len(term) for term in parsed.inputs):
+        return steps  # what a part keeps alive, and a diagonal is one, is known for each step
     if autocast and len(set(_step_dtypes(steps, operands, info.size_dict))) > 1:
         return steps
     width = itemsize(plan(spec, *operands, backend="torch").dtype)
@@ -211,13 +221,12 @@ def _lean_steps(
                 axes = set(term) & set("".join([result, *(other for other, _ in others)]))
                 theirs += math.prod(info.size_dict[axis] for axis in axes) * width
         values.append((result, any(grad for _, grad in picked)))
-    summed, dims = _without_private_sums(spec, shapes)
-    left = [
-        Operand(tuple(n for d, n in enumerate(x.shape) if d not in gone), x.dtype, None, x.requires_grad) if gone else x
-        for x, gone in zip(operands, dims, strict=True)
-    ]
+    left = operands
+    if summed := _with_sums_first(spec, shapes):
+        spec, first = summed
+        left = [Operand(f.shape(x.shape), x.dtype, None, x.requires_grad) for x, f in zip(operands, first, strict=True)]
     read = left if sum(x.requires_grad for x in left) > 1 else [x for x in left if not x.requires_grad]
-    ours = plan(summed, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
+    ours = plan(spec, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
     return steps if ours > theirs else None
 
 
@@ -243,20 +252,56 @@ def _is_summed(spec: str, *shapes: tuple[int, ...]) -> bool:
     return not large[0] & large[1] <= set(parsed.output)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _First:
+    """What `torch.einsum` does with an operand before it multiplies: it takes diagonals, then it sums dimensions.
+
+    Each diagonal is of two dimensions, and is the last dimension of what is left. Dimensions of size 1 are dropped.
+    """
+
+    diagonals: tuple[tuple[int, int], ...]
+    summed: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+    def run(self, x: Any) -> Any:
+        for first, second in self.diagonals:
+            x = x.diagonal(dim1=first, dim2=second)
+        x = x.sum(self.summed, keepdim=True) if self.summed else x
+        return x.squeeze((*self.summed, *self.dropped))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what `run` returns for a tensor of a shape without diagonals."""
+        return tuple(n for d, n in enumerate(shape) if d not in self.summed + self.dropped)
+
+
 @lru_cache(maxsize=1024)
-def _without_private_sums(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """Return the spec of operands that are summed over the axes that no other term has, and their dimensions of these.
+def _with_sums_first(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[str, tuple[_First, ...]] | None:
+    """Return the spec of operands that are summed over the axes that no other term has, and how they come to be that.
 
     What is summed is all that `torch.einsum` keeps of such an operand. A plan may keep it whole, as operands are free.
+    To torch an axis of size 1 is none. None is returned if nothing is summed, and no axis repeats within a term.
     """
     parsed = expand_ellipses(parse(spec), shapes, {})
-    terms, inputs, dims = parsed.terms, [], []
+    large = [
+        {axis for axis, size in zip(term, shape, strict=True) if size != 1}
+        for term, shape in zip(parsed.inputs, shapes, strict=True)
+    ]
+    inputs, first = [], []
     for n, term in enumerate(parsed.inputs):
-        private = set(term).difference(*terms[:n], *terms[n + 1 :])
-        private = {axis for axis in private if term.count(axis) == 1}
-        dims.append(tuple(d for d, entry in enumerate(term) if entry in private))
-        inputs.append(tuple(entry for entry in term if entry not in private))
-    return str(Spec(tuple(inputs), parsed.output)), tuple(dims)
+        left, diagonals = list(term), []
+        while repeated := next((axis for axis in left if left.count(axis) > 1), None):
+            one = left.index(repeated)
+            two = left.index(repeated, one + 1)
+            diagonals.append((one, two))
+            left = [axis for d, axis in enumerate(left) if d not in (one, two)] + [repeated]
+        private = large[n].difference(parsed.output, *large[:n], *large[n + 1 :])
+        ones = set(term).difference(parsed.output, large[n])
+        summed, dropped = (tuple(d for d, axis in enumerate(left) if axis in axes) for axes in (private, ones))
+        first.append(_First(tuple(diagonals), summed, dropped))
+        inputs.append(tuple(axis for axis in left if axis not in private | ones))
+    if not any(step.diagonals or step.summed for step in first):
+        return None
+    return str(Spec(tuple(inputs), parsed.output)), tuple(first)
 
 
 def _freed(spec: str, operands: Sequence[Any], number: int) -> Any:
@@ -304,26 +349,48 @@ def _copied_order(
     return tuple(order) if viewed is None else None
 
 
+def dims_of(operands: Sequence[Any]) -> tuple[int, ...]:
+    """Return how many dimensions each operand has; 0 for an object that does not say."""
+    return tuple([getattr(x, "ndim", 0) for x in operands])
+
+
+def _written_out(spec: str | Spec, dims: tuple[int, ...]) -> Spec:
+    """Return a spec whose ellipses are axes, of which an empty ellipsis has none.
+
+    A spec with index arrays, whose ellipses may stand in brackets, is returned as it is. So is one that does not fit
+    the operands: `contract` says why.
+    """
+    parsed = parse(spec) if isinstance(spec, str) else spec
+    if not parsed.arrays and len(dims) == len(parsed.inputs):
+        with contextlib.suppress(ShapeError):
+            return expand_ellipses(parsed, [(1,) * n for n in dims], {})
+    return parsed
+
+
 @_of_constants
-def _is_row_major(spec: str | Spec) -> bool:
+def _is_row_major(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
 
     It sums an operand in the order of the output. Its product of two operands has the axes of both first, then those of
     the left one, then those of the right one; or it multiplies the right one by the left one, if that is the order.
     """
-    parsed = parse(spec) if isinstance(spec, str) else spec
+    parsed = _written_out(spec, dims)
     if len(parsed.inputs) > 2:
         return True  # its last product depends on a path
     left, right = parsed.inputs[0], parsed.inputs[-1]
     if len(parsed.inputs) == 1 or set(left) & set(right) <= set(parsed.output):
-        return not parsed.arrays and has_private_sum(parsed)
+        return not parsed.arrays and _sums_one(parsed)
     order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
     swapped = [(axis not in left or axis not in right) + (axis not in right) for axis in parsed.output]
     return order == sorted(order) or swapped == sorted(swapped)
 
 
 @_of_constants
-def has_private_sum(spec: str | Spec) -> bool:
+def has_private_sum(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether an operand is summed over an axis that no other term has. One operand is either summed or only moved."""
-    terms = (parse(spec) if isinstance(spec, str) else spec).terms
+    return _sums_one(_written_out(spec, dims))
+
+
+def _sums_one(spec: Spec) -> bool:
+    terms = spec.terms
     return any(set(term).difference(*terms[:n], *terms[n + 1 :]) for n, term in enumerate(terms[:-1]))

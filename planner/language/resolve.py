@@ -308,6 +308,17 @@ def shorten(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def replace_labels(sizes: Any, letters: Mapping[Any, str]) -> Any:
+    """Return `sizes=` of a call in sublist form with letters in place of labels."""
+    if not isinstance(sizes, Mapping):
+        return sizes
+    for label in sizes:
+        if label not in letters:
+            labels = shorten(str(list(letters)))
+            raise ShapeError(f"sizes= names {label!r}, which is not a label of the lists: {labels}")
+    return {letters[label]: size for label, size in sizes.items()}
+
+
 def expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Spec:
     """Give each ellipsis its axes: aligned at the right, the same letters in every term and bracket."""
 
