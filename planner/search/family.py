@@ -64,10 +64,12 @@ class Family:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
             `WON` times as long as the best tree that a search of its own finds, or not all trees can be searched.
+        loops: whether a loop over slices is faster and as lean. Then narrower classes are not tried.
     """
 
     plan: PlanRecord
     settled: bool
+    loops: bool = False
 
 
 T = TypeVar("T")
@@ -136,7 +138,7 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried[parts] = family
-        if family.settled:
+        if family.settled or family.loops:
             break
     return tried
 
@@ -250,8 +252,13 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
             return Family(plan, True)
     except SearchLimitError:
         return Family(plan, not wide)
-    # The quicker tree may need more memory than einsum, or copies that its search does not see.
-    return Family(plan, member.cost.seconds <= WON * make_plan(low, loops=False).cost.seconds)
+    # The quicker tree may need more memory than einsum, or copies that its search does not see. But a loop over slices
+    # may be as quick, and lean.
+    for ours, end in ((member, low), (plan, top)):
+        best = make_plan(end)
+        if ours.cost.seconds > WON * best.cost.seconds:
+            return Family(plan, False, best.loop is not None)
+    return Family(plan, True)
 
 
 def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
