@@ -354,3 +354,20 @@ def test_a_plan_of_steps_that_are_not_here_is_refused():
     changed = planner.Plan.from_json(plan.to_json().replace(f'"{step.choice.lowering}"', '"another way"'))
     with pytest.raises(planner.PlannerError, match="'another way', which numpy does not have here"):
         changed(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+
+
+def test_a_plan_for_a_card_names_it_where_arrays_are_on_a_cpu(torch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    program = """
+import planner, torch
+for n in (8, 80_000):  # a take and a grouped product
+    shapes = (n, 1, 64), (500, 64, 64)
+    plan = planner.plan("nij, q[n]jk -> nik", *shapes, q=(n,), backend="torch", device="h100")
+    try:
+        plan(*map(torch.ones, shapes), q=torch.zeros(n, dtype=torch.long))
+    except planner.PlannerError as error:
+        print(any("Triton" in step.choice.lowering for step in plan.steps), error)
+"""
+    lines = run_python(program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("True the plan runs Triton kernels, and the arrays are on a CPU") for line in lines)
