@@ -90,9 +90,9 @@ def read(key: Key) -> Device | None:
         return None
     try:
         return _device(read_json(path, MOST_BYTES), key)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        if not os.path.exists(path):  # nor is there one where the folder is a file, or its name too long
+            return None
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"{path} holds no rates to use and is ignored ({reason:.200}): remove it, or run python -m planner "
