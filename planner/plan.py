@@ -317,8 +317,6 @@ class Plan(PlanRecord):
         JSON holds only the names of functions among the options (`minimize`, `optimize`). The plan that is read back
         runs as before, but any method that would call such a function raises a `PlannerError`.
 
-        Raises:
-            PlannerError: a rate of the device is NaN.
         """
         return plan_to_json(self)
 
@@ -326,8 +324,10 @@ class Plan(PlanRecord):
     def from_json(cls, text: str) -> Plan:
         """Read a plan that `to_json` wrote.
 
+        A text that was changed is believed where its parts still fit together.
+
         Raises:
-            PlannerError: the text is not such a plan.
+            PlannerError: the text is not such a plan: a part is missing, is of another type, or does not fit the rest.
         """
         return cls.of(plan_from_json(text))
 

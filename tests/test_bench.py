@@ -126,10 +126,12 @@ def test_the_command_writes_a_whole_run_only(monkeypatch, tmp_path, capsys):
     assert "- 0 runs, 0 of them repeated" in page
 
 
-def test_too_few_rounds_for_a_median_are_refused(capsys):
+@pytest.mark.parametrize(("option", "value", "said"), [("rounds", 2, "a median needs 3"), ("sample", -1, "0 for all")])
+def test_too_few_rounds_and_rows_are_refused(option, value, said, capsys):
     with pytest.raises(SystemExit):
-        command.main(["--rounds", "2"])
-    assert "a median needs 3" in capsys.readouterr().err
+        command.main([f"--{option}", str(value)])
+    assert f"--{option} {value}: " in (error := capsys.readouterr().err)
+    assert said in error
 
 
 def test_bytes_are_shown_without_times():

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import run_python
 
 import planner
+from planner.cost.products import CLASSES
 from planner.language.spec import is_letter
 from planner.language.units import parse_bytes
 from planner.program.frameworks import load_backend
@@ -239,6 +242,33 @@ def test_wrong_arguments_of_methods_are_named():
             plan.alternatives(most)
     with pytest.raises(planner.PlannerError, match="analysis=3"):
         plan.to_html(analysis=3)
+    arrays = [np.ones(operand.shape, "float32") for operand in plan.operands]
+    for rounds in (0, 1.5, "x", True):
+        with pytest.raises(planner.PlannerError, match=f"rounds={rounds!r}"):
+            plan.analyze(*arrays, rounds=rounds)
+    assert plan.analyze(*arrays, rounds=np.int64(1)).rounds == 1
+
+
+RATES = [field.name for field in dataclasses.fields(planner.Device) if field.type in ("float", "int")]
+
+
+@pytest.mark.parametrize("rate", sorted({*RATES} - {"capability"}))
+def test_rates_of_a_device_are_numbers(rate):
+    """A wrong one would end in a division by zero deep in a search, or in a negative time."""
+    good, zero = planner.Device.preset("cpu"), [] if rate.endswith(("bytes", "seconds")) or rate == "half_rate" else [0]
+    for value in (-1, np.nan, "1", None, True, 10**400, *zero):
+        with pytest.raises(planner.PlannerError, match=f"'cpu' has {rate}={value!r:.60}"):
+            dataclasses.replace(good, **{rate: value})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kind": "gpu"}, {"products": None}, {"products": (1e9,)}, {"products": (0.0,) * len(CLASSES)}]
+)
+def test_other_fields_of_a_device_are_what_they_say(wrong):
+    with pytest.raises(planner.PlannerError, match=next(iter(wrong))):
+        planner.Device("mine", 1e9, 1e9, **wrong)
+    with pytest.raises(planner.PlannerError, match="device 3 is not a preset"):
+        planner.Device.preset(3)
 
 
 @pytest.mark.parametrize(
@@ -324,3 +354,20 @@ def test_a_plan_of_steps_that_are_not_here_is_refused():
     changed = planner.Plan.from_json(plan.to_json().replace(f'"{step.choice.lowering}"', '"another way"'))
     with pytest.raises(planner.PlannerError, match="'another way', which numpy does not have here"):
         changed(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+
+
+def test_a_plan_for_a_card_names_it_where_arrays_are_on_a_cpu(torch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    program = """
+import planner, torch
+for n in (8, 80_000):  # a take and a grouped product
+    shapes = (n, 1, 64), (500, 64, 64)
+    plan = planner.plan("nij, q[n]jk -> nik", *shapes, q=(n,), backend="torch", device="h100")
+    try:
+        plan(*map(torch.ones, shapes), q=torch.zeros(n, dtype=torch.long))
+    except planner.PlannerError as error:
+        print(any("Triton" in step.choice.lowering for step in plan.steps), error)
+"""
+    lines = run_python(program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("True the plan runs Triton kernels, and the arrays are on a CPU") for line in lines)

@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("PLANNER_CACHE", str(blocked))
-    with pytest.warns(UserWarning, match=r"PLANNER_CACHE names another folder|damaged"):
+    with pytest.warns(UserWarning, match="PLANNER_CACHE names another folder"):
         assert measured().origin.startswith("measured")
     measured()  # warns of nothing more
 

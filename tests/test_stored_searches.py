@@ -14,7 +14,7 @@ from laws import OBJECTIVES, exact_problems, needing_gradients, plan_of
 from opt_einsum import RandomGreedy
 
 import planner
-from planner.cost import store
+from planner.cost import rates, store
 from planner.program.frameworks import load_backend
 from planner.search import choose, stored
 
@@ -193,13 +193,17 @@ def test_a_folder_keeps_the_newest_files(disk, monkeypatch):
     assert found == [None, None, None, 3, 4, 5, 6]
 
 
-def test_a_folder_that_cannot_be_written_is_no_matter(tmp_path, monkeypatch, recwarn):
+@pytest.mark.parametrize("folder", ["folder", "", "x" * 5_000], ids=["in a file", "a file", "too long"])
+def test_a_folder_that_cannot_be_written_is_no_matter(folder, tmp_path, monkeypatch, recwarn):
+    """Nothing is there, so nothing is damaged either."""
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("PLANNER_DISK", "on")
-    monkeypatch.setenv("PLANNER_CACHE", str(blocked / "folder"))
+    monkeypatch.setenv("PLANNER_CACHE", str(blocked / folder))
+    rates.load_rates.cache_clear()
     assert chain() == chain()
-    assert not [warning for warning in recwarn if "remembered" in str(warning.message)]
+    rates.load_rates.cache_clear()
+    assert not list(recwarn)
 
 
 SECOND = """

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sample", type=int, default=0, metavar="N", help="about N rows of the corpus; all if left out"
     )
     parser.add_argument(
-        "--strings", type=int, metavar="SEED", help="random strings in place of the corpus, as many as --sample says"
+        "--strings", type=int, metavar="SEED", help="random strings in place of the corpus; --sample says how many"
     )
     parser.add_argument("--compile", action="store_true", help="the corpus: torch.compile and products by hand, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rounds < 3:
         parser.error(f"--rounds {options.rounds}: a median needs 3 at least")
+    if options.sample < 0:
+        parser.error(f"--sample {options.sample}: give a number of rows, or 0 for all")
     asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
     frameworks = [framework for framework in asked if importlib.util.find_spec(framework)]
     for missing in set(asked) - set(frameworks):

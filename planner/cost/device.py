@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
+import numbers
 import pathlib
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
-from planner.cost.products import class_rate, most_rate
+from planner.cost.products import CLASSES, class_rate, most_rate
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
@@ -90,6 +92,19 @@ class Device:
     capability: int = 0
     source: str = "given"
 
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            wanted = _refusal(name, value)
+            if wanted:
+                raise PlannerError(f"the device {self.name!r:.80} has {name}={value!r:.80}: give {wanted}")
+        if not isinstance(self.products, tuple) or len(self.products) not in (0, len(CLASSES)):
+            raise PlannerError(f"the products of device {self.name!r:.80} are not {len(CLASSES)} rates in a tuple")
+        if any(_refusal("rate", rate) for rate in self.products):
+            raise PlannerError(f"the products of device {self.name!r:.80} are not all positive rates")
+        if self.kind not in _KINDS:
+            raise PlannerError(f"the device {self.name!r:.80} has kind={self.kind!r:.80}: take one of {_KINDS}")
+
     @staticmethod
     def preset(name: str) -> Device:
         """Return the preset with this name.
@@ -99,7 +114,7 @@ class Device:
         Raises:
             PlannerError: there is no preset of that name.
         """
-        preset = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
+        preset = PRESETS.get(" ".join(str(name).lower().replace("_", " ").replace("-", " ").split()))
         if preset is None:
             known = ", ".join(PRESETS)
             raise PlannerError(f"device {name!r:.80} is not a preset: take one of {known}, or give a planner.Device")
@@ -205,6 +220,30 @@ class Device:
     def warm_bytes(self) -> int:
         """The size of an allocation up to which its first writes take no longer: it is memory in use, in the cache."""
         return min(self.cache_bytes, self.fresh_bytes - 1) if self.fresh_bytes else self.cache_bytes
+
+
+_KINDS = ("cpu", "cuda", "tpu")
+_NUMBERS = tuple(
+    field.name
+    for field in dataclasses.fields(Device)
+    if field.name not in ("name", "products", "kind", "capability", "source")
+)
+
+
+def _refusal(name: str, value: Any) -> str | None:
+    """Return what a rate, a time or a size in bytes should be, or None if the value can be it."""
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:
+        number = math.nan
+    if name.endswith("seconds"):
+        return None if 0 <= number < math.inf else "a number of seconds, which is not negative"
+    if name.endswith("bytes"):
+        whole = number >= 0 and (number == math.inf or number % 1 == 0)
+        return None if whole else "a whole number of bytes, which is not negative"
+    if name == "half_rate" and number == 0:
+        return None
+    return None if number > 0 else "a rate above 0"
 
 
 CPU = Device(

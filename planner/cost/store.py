@@ -162,10 +162,9 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
             return None
         if entry["checksum"] != _digest(entry["value"]):
             raise ValueError("its checksum differs")
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        warn_of_damage(kind, key, error)
+        if os.path.exists(path):
+            warn_of_damage(kind, key, error)
         return None
     return entry["value"]
 

@@ -24,8 +24,9 @@ WRONG_RATES = 3
 
 def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int = 3) -> Analysis:
     """Run a plan and measure it; see `Plan.analyze`."""
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+    if isinstance(rounds, bool) or not hasattr(rounds, "__index__") or rounds < 1:
         raise PlannerError(f"rounds={rounds!r:.80} must be a positive integer")
+    rounds = int(rounds)  # NumPy has integers of its own
     backend = check_call(plan, operands, indices)
     backend.refuse_dataless(operands, indices)
     meter = meter_of(plan, backend, operands, indices, rounds)

@@ -89,7 +89,7 @@ def torch_backward_memory(
         The gradients and the measurement of the backward pass. The peak counts the bytes that the forward pass retained
         until they are freed, all new allocations, and the gradients, but not the result's own storage. The retained
         bytes are those alive in the end, without gradients and result. Gradients that repeat elements count in full,
-        as `.grad` holds them.
+        as `.grad` holds them. Others that are views of the output's gradient are in memory that the caller has.
     """
     import torch
 
@@ -100,7 +100,14 @@ def torch_backward_memory(
     gradients, peak, live = torch_allocations(lambda: torch.autograd.grad(result, operands, gout), before)
     not_counted |= torch_storages(gradients)
     retained = sum(n for pointer, n in live.items() if pointer not in not_counted)
-    return gradients, Measured(max(peak, retained + sum(x.nbytes for x in gradients)), retained)
+    theirs = torch_storages(gout).keys()
+    new = [x.nbytes for x in gradients if _repeats(x) or not torch_storages(x).keys() & theirs]
+    return gradients, Measured(max(peak, retained + sum(new)), retained)
+
+
+def _repeats(x: Any) -> bool:
+    """Whether several elements of a tensor stand at one place in memory, as `expand` makes them."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def torch_allocations(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:

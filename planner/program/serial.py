@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout
-from planner.cost.objective import step_key
+from planner.cost.objective import OBJECTIVES, step_key
+from planner.language.dtypes import ITEMSIZES
 from planner.language.errors import PlannerError
-from planner.language.options import Options
+from planner.language.options import INDEX_MODES, PRECISIONS, Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
 from planner.program.contraction import Contraction, OnMesh
-from planner.program.frameworks import load_backend
+from planner.program.frameworks import BACKENDS, load_backend
 from planner.program.guards import add_guards
 from planner.program.implementations import LOOP
 from planner.program.loops import loop_node, loop_over
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
-from planner.program.tree import Leaf, Node, flatten, tree_depth, unflatten
+from planner.program.tree import Leaf, Node, flatten, nodes_of, tree_depth, unflatten
 
 VERSION = 1
 # Deeper trees are written as lists: programs that read JSON refuse what is nested too deeply.
@@ -119,30 +123,67 @@ def plan_from_json(text: str) -> PlanRecord:
 
 # What reading a text that is no plan may raise.
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
-# The parts of a plan that are objects, and their types.
-_PARTS: dict[str, Any] = {
-    "resolved": Resolved,
-    "index_shapes": tuple,
-    "operands": tuple,
-    "device": Device,
-    "options": Options,
-    "tree": (Leaf, Node),
-    "programs": Programs,
-    "known_naive_cost": PlanCost,
+# The names that strings in these fields may be.
+_KNOWN: dict[str, Collection[str | None]] = {
+    "dtype": ITEMSIZES,
+    "source_dtype": (*ITEMSIZES, None),
+    "index_mode": INDEX_MODES,
+    "backend": BACKENDS,
+    "precision": (*PRECISIONS, None),
 }
 
 
 def _checked_plan(plan: object) -> PlanRecord:
-    """Return a plan; refuse what is not one, and a plan that lacks a part."""
+    """Return a plan; refuse what is not one, and a plan whose parts do not fit together."""
     if not isinstance(plan, PlanRecord):
         raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
-    for name, kind in _PARTS.items():
-        if not isinstance(getattr(plan, name), kind):
-            part = name.removeprefix("known_")
-            raise PlannerError(f"this is not a plan written by to_json: {part!r} is damaged")
-    if not isinstance(plan.mesh, OnMesh | None):
-        raise PlannerError("this is not a plan written by to_json: 'mesh' is damaged")
+    try:
+        misfit = _misfit(plan)
+    except _DAMAGE as error:
+        misfit = repr(error)
+    if misfit:
+        raise PlannerError(f"this is not a plan written by to_json: {misfit:.200}")
     return plan
+
+
+def _misfit(plan: PlanRecord) -> str:
+    """Return which parts of a plan do not fit together; "" if all do."""
+    options, programs, spec = plan.options, plan.programs, plan.resolved.spec
+    if not (isinstance(options.minimize, Forgotten) or options.minimize in OBJECTIVES):
+        return "'minimize' is damaged"
+    if not isinstance(options.optimize, str | tuple | Forgotten):
+        return "'optimize' is damaged"
+    values, count = dict(enumerate(programs.variables)), len(plan.operands)
+    operands = [values[number].shape for number in range(count)]
+    if operands != [spec.shape(term) for term in spec.inputs] or values[programs.result].shape != spec.output_shape:
+        return "its operands and result are not those of its spec"
+    as_given = [math.prod(shape) for shape in plan.resolved.shapes]  # with dimensions of size 1
+    if as_given != [math.prod(shape) for shape in operands] or programs.forward.results != (programs.result,):
+        return "its operands and result are not those of its spec"
+    arrays = {gather.array for gather in spec.gathers}
+    if not arrays == {*dict(plan.index_shapes)} == {*dict(plan.resolved.index_shapes)}:
+        return "its index arrays are not those of its spec"
+    gradients = [(number, operand) for number, operand in enumerate(programs.gradients) if operand is not None]
+    if len(programs.gradients) != count or any(values[g].shape != operands[n] for n, g in gradients):
+        return "its gradients are not those of its operands"
+    for program in filter(None, (programs.forward, programs.backward)):
+        for step in program.steps:
+            made = [values[number] for number in step.outputs]
+            if tuple(values[number].shape for number in step.inputs) != step.op.input_shapes:
+                return f"the step {step.op.spec} reads values of other shapes"
+            if tuple(x.shape for x in made) != step.op.output_shapes or {x.dtype for x in made} - {
+                *step.op.output_dtypes
+            }:
+                return f"the step {step.op.spec} makes values of other shapes or dtypes"
+    nodes = list(nodes_of(plan.tree))
+    for node in nodes:
+        read = [values[x.operand].shape if isinstance(x, Leaf) else x.op.output_shapes[0] for x in node.children]
+        if tuple(read) != node.op.input_shapes:
+            return f"the step {node.op.spec} of its tree reads values of other shapes"
+    # Guards that show in gradients only are in no forward program. Programs know how values lie in memory.
+    ops = [[node.op for node in nodes], [step.op for step in programs.forward.steps]]
+    in_tree, in_program = ({op.with_layouts(()) for op in some if not isinstance(op, Guard)} for some in ops)
+    return "" if in_tree == in_program else "its tree has other steps than its program"
 
 
 def _with_guards(plan: PlanRecord) -> PlanRecord:
@@ -163,7 +204,7 @@ def _with_guards(plan: PlanRecord) -> PlanRecord:
 
 def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:
     """Return a plan with its loop as a step: versions before 2026-11-24 stored the loop beside the tree of a slice."""
-    body, costs = _checked_plan(stored.body), [step.choice.cost for step in plan.steps]
+    body, costs = stored.body, [step.choice.cost for step in plan.steps]
     loop = loop_over(plan.contraction, stored.axes, body.tree, body.device, body.options.minimize)
     loop = dataclasses.replace(loop, bodies=(body, *loop.bodies[1:]))
     lower = Lowerer(lambda op: [PricedImplementation(LOOP, costs[op.first_operand])], step_key("time"))
@@ -237,13 +278,55 @@ def decode(value: Any) -> Any:
     if name == "Plan":
         return _decode_plan(**parts)
     if name == "Tree":
-        return unflatten(**parts)
-    return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
+        tree = unflatten(**parts)
+        return all(map(_checked, nodes_of(tree))) and tree
+    return _checked(_decode_op(**parts) if name == "Op" else _CLASSES[name](**parts))
+
+
+def _checked(part: Any) -> Any:
+    """Return a part of a plan; refuse it if one of its fields is not of the type that its class says."""
+    for field, fits in _field_checks(part.__class__):
+        value = getattr(part, field)
+        if not fits(value) or (field in _KNOWN and value not in _KNOWN[field]):
+            name = field.removeprefix("known_")
+            raise PlannerError(f"this is not a plan written by to_json: {name!r} is damaged: it is {value!r:.80}")
+    return part
+
+
+@functools.cache
+def _field_checks(kind: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    """Return the fields of a class, each with a function that tells whether a value is of the field's type."""
+    return tuple((name, _check_of(hint)) for name, hint in get_type_hints(kind).items())
+
+
+@functools.cache
+def _check_of(hint: Any) -> Callable[[Any], bool]:
+    """Return a function that tells whether a value is of a type: a class, a union or a tuple."""
+    if hint is Any:
+        return lambda value: True
+    if get_origin(hint) in (Union, UnionType):
+        options = [_check_of(option) for option in get_args(hint)]
+        return lambda value: any(fits(value) for fits in options)
+    if get_origin(hint) is tuple:
+        *kinds, last = get_args(hint)
+        if last is Ellipsis:
+            (each,) = map(_check_of, kinds)
+            return lambda value: isinstance(value, tuple) and all(map(each, value))
+        places = list(map(_check_of, (*kinds, last)))
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(places)
+            and all(fits(x) for fits, x in zip(places, value, strict=True))
+        )
+    if hint in (int, float):
+        numbers = (int,) if hint is int else (int, float)
+        return lambda value: type(value) in numbers  # true and false are numbers too, elsewhere
+    return lambda value: isinstance(value, hint)
 
 
 def _decode_plan(naive_cost: PlanCost, loop: _StoredLoop | None = None, **parts: Any) -> PlanRecord:
-    plan = _checked_plan(PlanRecord(known_naive_cost=naive_cost, **parts))
-    return _with_guards(plan) if loop is None else _with_loop(plan, loop)
+    plan: PlanRecord = _checked(PlanRecord(known_naive_cost=naive_cost, **parts))
+    return _checked_plan(_with_guards(plan) if loop is None else _with_loop(plan, loop))
 
 
 def _decode_op(
@@ -252,7 +335,6 @@ def _decode_op(
     if "bodies" in more:
         if not more["bodies"]:
             raise PlannerError("this is not a plan written by to_json: 'bodies' is damaged")
-        more["bodies"] = tuple(map(_checked_plan, more["bodies"]))
         return (LoopGradient if more.pop("gradient") else Loop)(spec, dtype, layouts, **more)
     if source_dtype is not None:
         return Cast(spec, dtype, layouts, source_dtype=source_dtype, **more)

@@ -87,28 +87,25 @@ def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:
     known = isinstance(options.optimize, tuple) or options.optimize in (*SEARCHES, *PATH_NAMES)
     if callable(options.minimize) or not known or backend.table.has_changed:
         return None
-    try:
-        return {
-            "planner": __version__,
-            "code": _code(contraction.backend),
-            "opt_einsum": version("opt_einsum"),
-            "cotengrust": version("cotengrust") if find_spec("cotengrust") else None,
-            "environment": backend.environment(()),
-            "rows": _digest("\n".join(backend.table.rows).encode()),
-            "backend": contraction.backend,
-            "device": encode(contraction.device),
-            "resolved": encode(contraction.resolved),
-            "operands": encode(contraction.operands),
-            "dtype": contraction.dtype,
-            "index_mode": contraction.index_mode,
-            "options": encode(options),
-            "gradient_strides": encode(contraction.gradient_strides),
-            "mesh": encode(contraction.mesh),
-            "loops": loops,
-            "symbols": bool(contraction.symbols),
-        }
-    except PlannerError:  # a rate is NaN
-        return None
+    return {
+        "planner": __version__,
+        "code": _code(contraction.backend),
+        "opt_einsum": version("opt_einsum"),
+        "cotengrust": version("cotengrust") if find_spec("cotengrust") else None,
+        "environment": backend.environment(()),
+        "rows": _digest("\n".join(backend.table.rows).encode()),
+        "backend": contraction.backend,
+        "device": encode(contraction.device),
+        "resolved": encode(contraction.resolved),
+        "operands": encode(contraction.operands),
+        "dtype": contraction.dtype,
+        "index_mode": contraction.index_mode,
+        "options": encode(options),
+        "gradient_strides": encode(contraction.gradient_strides),
+        "mesh": encode(contraction.mesh),
+        "loops": loops,
+        "symbols": bool(contraction.symbols),
+    }
 
 
 @functools.lru_cache(maxsize=8)

@@ -306,6 +306,8 @@ def test_damaged_plans_in_json_are_refused(tmp_path):
             sizes={"q": 4}, backend="numpy",
         ),
     ]  # fmt: skip
+    # The first reading compiles the annotations of the library's own classes.
+    assert [planner.Plan.from_json(plan.to_json()) for plan in plans] == plans
     refused = 0
     for seed in range(examples(500, 5_000)):
         rng = random.Random(seed)
@@ -317,5 +319,5 @@ def test_damaged_plans_in_json_are_refused(tmp_path):
                 refused += 1
                 assert str(error), seed  # noqa: PT017
         assert not ran, seed
-    assert refused > 0.4 * seed
+    assert refused > 0.8 * seed
     assert not (tmp_path / "ran").exists()

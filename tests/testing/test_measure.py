@@ -124,6 +124,9 @@ def test_torch_backward(torch: Any) -> None:
     assert measured == Measured(3 * 120, 0)
     # The result's own storage does not count, retained or not.
     assert torch_backward_memory(lambda: x.exp(), (x,))[1] == Measured(120, 0)
+    y = torch.ones(3, 4, requires_grad=True)  # a gradient that is a view of the output's, and one that repeats it
+    assert torch_backward_memory(lambda: y.t(), (y,))[1] == Measured(0, 0)
+    assert torch_backward_memory(lambda: y.sum(1), (y,))[1] == Measured(48, 0)
 
 
 # --- jax ----------------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
+
+from torch import Tensor
 
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
@@ -34,6 +37,7 @@ from planner.kernels.grouping import torch_grouping
 from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, multiplies_by_parts, tiles_of
 from planner.language.dtypes import itemsize
+from planner.language.errors import PlannerError
 from planner.language.spec import Term
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
 from planner.program.implementations import Implementation, form_row
@@ -62,10 +66,24 @@ def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any
     """Return a kernel as a function that imports its module, and Triton with it, only when it is called."""
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return get(_module(path))(*arguments, **options, **named)
+        try:
+            return get(_module(path))(*arguments, **options, **named)
+        except (ImportError, RuntimeError, ValueError) as error:  # Triton has many words for it
+            if isinstance(error, PlannerError) or not _on_cpu(arguments):
+                raise
+            raise PlannerError(
+                "the plan runs Triton kernels, and the arrays are on a CPU: it was made for a card, by device= or for "
+                f"arrays there; make a new plan for these arrays ({error!s:.80})"
+            ) from error
 
     get, path = operator.attrgetter(name), f"planner.kernels.{module}"
     return call
+
+
+def _on_cpu(arguments: Sequence[Any]) -> bool:
+    """Whether a kernel was given tensors on a CPU, where only Triton's interpreter could run it."""
+    interprets = find_spec("triton") is not None and importlib.import_module("triton").knobs.runtime.interpret
+    return not interprets and any(isinstance(x, Tensor) and x.is_cpu for x in arguments)
 
 
 _module = lru_cache(importlib.import_module)
