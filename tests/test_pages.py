@@ -177,7 +177,7 @@ def test_measured_figures_stand_beside_predicted_ones(torch, tmp_path):
 
 def test_both_memory_charts_have_one_scale():
     """Their axes have the same marks, and each legend stands beside its chart."""
-    plan = planner.plan(GATHER, (40_000, 1, 16), (64, 16, 16), q=(40_000,), backend="torch")
+    plan = planner.plan(GATHER, (40_000, 2, 8), (6, 8, 4), q=(40_000,), backend="torch")
     assert plan.naive_cost.peak_bytes != plan.cost.peak_bytes
     first, second = re.findall(r'<svg[^>]*aria-label="Memory of.*?</svg>', plan.to_html(), re.DOTALL)
     marks = [re.findall(r'text-anchor="end"[^>]*>([^<]*)<', chart) for chart in (first, second)]

@@ -279,7 +279,9 @@ def decode(value: Any) -> Any:
         return _decode_plan(**parts)
     if name == "Tree":
         tree = unflatten(**parts)
-        return all(map(_checked, nodes_of(tree))) and tree
+        for node in nodes_of(tree):
+            _checked(node)
+        return tree
     return _checked(_decode_op(**parts) if name == "Op" else _CLASSES[name](**parts))
 
 
