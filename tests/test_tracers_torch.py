@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from conftest import examples
 from engines import Torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from laws import directional, exact_problems
 
 import planner
+from planner.testing import Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -181,6 +182,7 @@ def test_random_specs(name):
     function, count = TRACERS[name]
 
     @settings(max_examples=examples(count, 200))
+    @example(Problem("q[ab] a -> q[aa]", ((2, 2),), indices={"q": np.zeros((2, 2), np.int64)}))
     @given(exact_problems(slack=4, max_size=3, gathers=True))
     def law(problem):
         torch.compiler.reset()

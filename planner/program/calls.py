@@ -121,7 +121,8 @@ class SizeReader:
         names: the letters of the index arrays, in the order in which their shapes are given.
 
     Attributes:
-        hidden: the axes and gathers of the output whose sizes no array shows.
+        assumed: the sizes of the output's axes and gathers that no array shows, for calls that give none. A dimension
+            that is added into through an index array is not among them if the same array reads one of its size.
     """
 
     def __init__(self, spec: Spec, contraction: Contraction, names: Sequence[str]) -> None:
@@ -147,7 +148,8 @@ class SizeReader:
         # Axes of which nothing is left but a dimension of size 1 that is broadcast.
         self.dropped: dict[str | Gather, int] = {axis: size for axis, size in spec.sizes if axis not in spec.axes}
         shown = {entry for _, term in self.terms for entry in term}
-        self.hidden = tuple(e for e in dict.fromkeys(spec.output) if e not in shown)
+        shown.update(g for g in self.written.values() if g.array in self.read and self.read[g.array].size == g.size)
+        self.assumed = [(e, spec.size(e)) for e in dict.fromkeys(spec.output) if e not in shown]
 
     def places(self, given: Sequence[str | Gather]) -> dict[str | Gather, list[tuple[int, int]]]:
         """Return where the size of each axis and gather stands: the numbers of arrays and of their dimensions.

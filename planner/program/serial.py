@@ -16,7 +16,7 @@ from planner.cost.layout import Layout
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.language.dtypes import ITEMSIZES
 from planner.language.errors import PlannerError
-from planner.language.options import INDEX_MODES, PRECISIONS, Options
+from planner.language.options import MODES, PRECISIONS, Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
@@ -127,7 +127,7 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 _KNOWN: dict[str, Collection[str | None]] = {
     "dtype": ITEMSIZES,
     "source_dtype": (*ITEMSIZES, None),
-    "index_mode": INDEX_MODES,
+    "index_mode": MODES,  # also those that only planner itself asks for
     "backend": BACKENDS,
     "precision": (*PRECISIONS, None),
 }

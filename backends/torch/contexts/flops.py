@@ -137,7 +137,7 @@ def _sizes(
         shapes[name], *_ = [next(tensors) for _ in range(1 if facts is None else 3)]
     reader = SizeReader(spec, plan, tuple(shapes))
     known = [(e, n) for e, n in zip(spec.output, given or (), strict=False) if n != -1]
-    member = reader.member([*operands, *shapes.values()], known or [(e, spec.size(e)) for e in reader.hidden])
+    member = reader.member([*operands, *shapes.values()], known or reader.assumed)
     assert member is not None  # the operator has read the same sizes
     return {axis: size for e, size in member.sizes.items() if (axis := axis_of(e))}
 

@@ -327,9 +327,7 @@ class _Bound:
         """Return the sizes of these arrays, which may be symbols, and what the operators promise."""
         shapes = [*(x.shape for x in operands), *(indices[name].shape for name in self.executable.arrays)]
         pairs = zip(self.spec.output, sizes or (), strict=False)
-        known = [(e, n) for e, n in pairs if type(n) is not int or n != -1] or [
-            (e, self.spec.size(e)) for e in self.reader.hidden
-        ]
+        known = [(e, n) for e, n in pairs if type(n) is not int or n != -1] or self.reader.assumed
         member = self.reader.member(shapes, known, differ)
         if member is None:
             raise ShapeError(f"arrays of the shapes {[list(shape) for shape in shapes]} do not fit '{self.spec}'")
