@@ -306,7 +306,7 @@ class Plan(PlanRecord):
         return collectives(self, splits)
 
     def to_json(self) -> str:
-        """Return the plan as JSON. `from_json` returns an equal plan.
+        """Return the plan as JSON. `from_json` returns an equal plan, but for functions among the options.
 
         Example:
             >>> import planner
@@ -316,7 +316,6 @@ class Plan(PlanRecord):
 
         JSON holds only the names of functions among the options (`minimize`, `optimize`). The plan that is read back
         runs as before, but any method that would call such a function raises a `PlannerError`.
-
         """
         return plan_to_json(self)
 

@@ -262,13 +262,25 @@ def test_rates_of_a_device_are_numbers(rate):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": "gpu"}, {"products": None}, {"products": (1e9,)}, {"products": (0.0,) * len(CLASSES)}]
-)
+    "wrong",
+    [{"kind": "gpu"}, {"products": None}, {"products": (1e9,)}, {"products": (0.0,) * len(CLASSES)}, {"source": None},
+     {"capability": "x"}, {"cache_bytes": np.inf}, {"fresh_bytes": 1.5}],
+)  # fmt: skip
 def test_other_fields_of_a_device_are_what_they_say(wrong):
     with pytest.raises(planner.PlannerError, match=next(iter(wrong))):
         planner.Device("mine", 1e9, 1e9, **wrong)
     with pytest.raises(planner.PlannerError, match="device 3 is not a preset"):
         planner.Device.preset(3)
+
+
+def test_a_device_takes_numbers_of_numpy_and_whole_floats():
+    """A plan for it goes to JSON and back, and its search may be remembered."""
+    given = {"flop_rate": np.float32(1e11), "cache_bytes": 1e6, "fresh_bytes": np.int64(4), "capability": 90.0}
+    products = tuple(np.full(len(CLASSES), 1e9, np.float32))
+    device = dataclasses.replace(planner.Device.preset("cpu"), products=products, **given)
+    spec = "aem,aijno,aeg,ach,adgl,fhk,acfjo,adm,abn,aikl->ab"
+    plan = planner.plan(spec, *[(2,) * len(term) for term in spec[:-4].split(",")], backend="numpy", device=device)
+    assert planner.Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(

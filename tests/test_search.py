@@ -670,6 +670,8 @@ def test_rows_that_are_added_or_replaced_are_priced_anew(monkeypatch):
     before = taken()
     assert before[0] == "matmul"
     assert [taken(5), taken(6), taken(10**12)] == [("own", 5), ("own", 6), before]
+    monkeypatch.delitem(table.rows, "own")
+    assert taken() == before
 
 
 def test_auto_ends_where_little_can_be_won(work):

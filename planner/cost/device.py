@@ -93,17 +93,29 @@ class Device:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            wanted = _refusal(name, value)
-            if wanted:
-                raise PlannerError(f"the device {self.name!r:.80} has {name}={value!r:.80}: give {wanted}")
+        for field in ("name", "source"):
+            if not isinstance(getattr(self, field), str):
+                raise PlannerError(f"the device {self.name!r:.80} has {field}={getattr(self, field)!r:.80}: give text")
         if not isinstance(self.products, tuple) or len(self.products) not in (0, len(CLASSES)):
             raise PlannerError(f"the products of device {self.name!r:.80} are not {len(CLASSES)} rates in a tuple")
-        if any(_refusal("rate", rate) for rate in self.products):
-            raise PlannerError(f"the products of device {self.name!r:.80} are not all positive rates")
+        rates = tuple([self._number("products", rate) for rate in self.products])
+        object.__setattr__(self, "products", rates)
+        for field in _NUMBERS:
+            object.__setattr__(self, field, self._number(field, getattr(self, field)))
         if self.kind not in _KINDS:
             raise PlannerError(f"the device {self.name!r:.80} has kind={self.kind!r:.80}: take one of {_KINDS}")
+
+    def _number(self, field: str, value: Any) -> Any:
+        """Return the value of a field as a number of Python: JSON has none of NumPy's.
+
+        Raises:
+            PlannerError: it is no such number.
+        """
+        if isinstance(value, np.generic):
+            value = value.item()
+        if wanted := _refusal(field, value):
+            raise PlannerError(f"the device {self.name!r:.80} has {field}={value!r:.80}: give {wanted}")
+        return int(value) if field in _WHOLE else value
 
     @staticmethod
     def preset(name: str) -> Device:
@@ -223,24 +235,20 @@ class Device:
 
 
 _KINDS = ("cpu", "cuda", "tpu")
-_NUMBERS = tuple(
-    field.name
-    for field in dataclasses.fields(Device)
-    if field.name not in ("name", "products", "kind", "capability", "source")
-)
+_NUMBERS = tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "products", "kind", "source"))
+_WHOLE = ("fresh_bytes", "cache_bytes", "capability")
 
 
 def _refusal(name: str, value: Any) -> str | None:
-    """Return what a rate, a time or a size in bytes should be, or None if the value can be it."""
+    """Return what the number in a field should be, a rate, a time or a whole number; None if the value can be it."""
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
     except OverflowError:
         number = math.nan
     if name.endswith("seconds"):
         return None if 0 <= number < math.inf else "a number of seconds, which is not negative"
-    if name.endswith("bytes"):
-        whole = number >= 0 and (number == math.inf or number % 1 == 0)
-        return None if whole else "a whole number of bytes, which is not negative"
+    if name in _WHOLE:
+        return None if 0 <= number < math.inf and number % 1 == 0 else "a whole number, which is not negative"
     if name == "half_rate" and number == 0:
         return None
     return None if number > 0 else "a rate above 0"

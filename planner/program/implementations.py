@@ -143,7 +143,7 @@ Lowering = Implementation
 
 
 class _Prices:
-    """What is known of the implementations of an op on a device.
+    """Prices each implementation of an op on a device once.
 
     Attributes:
         op, device: the op, and the device.
@@ -155,8 +155,8 @@ class _Prices:
         self.choices: dict[tuple[StepKey | None, Names], Choices] = {}
         self._rows: dict[str, tuple[Implementation, PricedImplementation | None]] = {}
 
-    def of(self, row: Implementation) -> PricedImplementation | None:
-        """Return a row and its cost; None if it cannot run the op."""
+    def price(self, row: Implementation) -> PricedImplementation | None:
+        """Return a row and its cost; None if it cannot run the op. Another row may have taken the place of a name."""
         known = self._rows.get(row.name)
         if known is None or known[0] is not row:
             price = _price(row, self.op, self.device) if row.refusal(self.op, self.device) is None else None
@@ -213,7 +213,7 @@ class Table:
         for row in rows:
             if key and choices and row.least and (leasts.get(row.name) or key(row.least(op, device))) >= best:
                 continue
-            if (choice := prices.of(row)) is not None:
+            if (choice := prices.price(row)) is not None:
                 choices.append(choice)
                 best = min([key(choice.cost) for choice in choices]) if key else ()
         if len(choices) > 1 and not plain:  # of equally good ones the first of the table is taken
@@ -222,10 +222,10 @@ class Table:
 
     def _rows_for(self, plain: bool, inputs: int, kind: str, for_time: bool, among: Names) -> list[Implementation]:
         """Return the rows to ask about ops: without gathers or with some, on a kind of device, for the least time."""
-        if self.has_changed:
-            self._asked.clear()
-        if (rows := self._asked.get(asked := (plain, inputs, kind, for_time, among))) is None:
-            rows = self._asked[asked] = [
+        asked, changed = (plain, inputs, kind, for_time, among), self.has_changed
+        rows = None if changed else self._asked.get(asked)
+        if rows is None:
+            rows = [
                 row
                 for row in self.rows.values()  # most end here; `refusal` would also make the text of the reason
                 if not (row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds))
@@ -233,12 +233,14 @@ class Table:
                 and (among is None or row.name in among)
                 and not (for_time and row.slower_than in self.rows)
             ]
+            if not changed:
+                self._asked[asked] = rows
         return rows
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
         row = self.rows.get(lowering)
-        return None if row is None else self._prices(op, device).of(row)
+        return None if row is None else self._prices(op, device).price(row)
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""

@@ -64,7 +64,8 @@ class Family:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
             `WON` times as long as the best tree that a search of its own finds, or not all trees can be searched.
-        loops: whether a loop over slices is faster and as lean. Then narrower classes are not tried.
+        loops: whether the best plan at an end of the classes is a loop over slices, which is faster than `plan`. Then
+            narrower classes are not tried.
     """
 
     plan: PlanRecord
@@ -256,6 +257,8 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     # may be as quick, and lean.
     for ours, end in ((member, low), (plan, top)):
         best = make_plan(end)
+        if best.origin.startswith("interrupted"):
+            return Family(best, False)
         if ours.cost.seconds > WON * best.cost.seconds:
             return Family(plan, False, best.loop is not None)
     return Family(plan, True)
