@@ -270,7 +270,8 @@ class TorchBackend(Backend):
         entries = dict(reader.entries(sizes))
         member = reader.member(shapes, entries.items(), differ)
         assert member is not None
-        given = [member.sizes[e] if e in entries or e in dict(reader.assumed) else -1 for e in reader.output]
+        told = {*entries, *dict(reader.assumed)}
+        given = [member.sizes[e] if e in told else -1 for e in reader.output]
         run = symbol_runner(plan, self.table, member, given)
         return plan, run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype), member.sizes
 
