@@ -45,6 +45,7 @@ from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
 from planner.cost.layout import layout_of
 from planner.cost.rates import cpu_name, load_rates
+from planner.kernels.tiled_product.triton_tiles import triton_version
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
@@ -239,7 +240,7 @@ class TorchBackend(Backend):
         precision = torch.get_float32_matmul_precision()
         threads = str(torch.get_num_threads())
         settings = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
-        return {**settings, "tiles": "pinned" if self.pins_tiles() else "free"}
+        return {**settings, "tiles": "pinned" if self.pins_tiles() else "free", "triton": triton_version()}
 
     def bind(self, plan: PlanRecord) -> RunPlan:
         """Return the function that runs a plan."""

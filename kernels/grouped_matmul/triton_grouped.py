@@ -102,7 +102,7 @@ def grouped_gradients(
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
     how, table = precision(gout, k), None
     plan: tuple[Any, ...] = ()
-    one_walk = covers_pair(j, k, a.element_size())
+    one_walk = covers_pair(j, k, a.element_size(), how)
     if one_walk:
         tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
         tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
@@ -116,7 +116,7 @@ def grouped_gradients(
         x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
         of_rows, of_matrices, sizes, grouping = Matrices.of(da), Matrices.of(dc), (n, i, j, k), Grouping.of(groups)
         if one_walk:
-            both_gradients(x, y, z, of_rows, of_matrices, sizes, grouping, tiles, drops, parts)
+            both_gradients(x, y, z, of_rows, of_matrices, sizes, grouping, tiles, how, drops, parts)
         else:
             rows_product(x, z.transposed, of_rows, sizes, grouping, drops, tiling)
             terms_product(y, x, of_matrices, sizes, grouping, drops, tiling, parts)

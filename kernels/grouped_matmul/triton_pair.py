@@ -15,6 +15,7 @@ from torch import Tensor
 
 from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import add_parts
+from planner.kernels.tiled_product.triton_arithmetic import add_product
 from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, index_type, packed, registers_for, sums_of
 from planner.kernels.tiled_product.triton_product import position
 from planner.kernels.tiled_product.triton_tiles import Tiles
@@ -28,7 +29,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
     order, starts, tasks, most, parts, groups, rows, inner, size_m, size_n,
-    DROPS: tl.constexpr, INDEX: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
@@ -43,7 +44,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         BLOCK_M, BLOCK_N: at least the sizes of j and k.
         BLOCK_K: rows per step.
     """
-    wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
+    wide: tl.constexpr = tl.float64 if dc.dtype.element_ty == tl.float64 or PRECISION == "float64" else tl.float32
     tile = tl.program_id(0).to(INDEX)
     group = tl.load(tasks + tile).to(INDEX)
     if group < 0:
@@ -79,8 +80,9 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         reads = reads & (g_row >= 0) & (a_row >= 0)
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
-        total = tl.dot(z, x, total, input_precision="ieee", out_dtype=wide)
-        of_rows = tl.dot(x, y, input_precision="ieee", out_dtype=wide)
+        total, _ = add_product(z, x, total, total, PRECISION)
+        of_rows = tl.zeros((BLOCK_K, BLOCK_M), wide)
+        of_rows, _ = add_product(x, y, of_rows, of_rows, PRECISION)
         if DROPS == 2:
             of_rows = tl.where(stays, of_rows, float("nan"))
         da_m = (
@@ -117,6 +119,7 @@ def both_gradients(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiles: Tiles,
+    how: str = "ieee",
     drops: int = 1,
     parts: Tensor | None = None,
 ) -> None:
@@ -131,6 +134,7 @@ def both_gradients(
         sizes: sizes of r, i, j and k.
         grouping: the groups of the rows.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
+        how: how float32 is multiplied, see `triton_arithmetic`; not by parts.
         drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2, and that of all
             matrices too.
         parts: memory for the sums of tasks, see `sums_of`; None to allocate it.
@@ -145,7 +149,7 @@ def both_gradients(
     )  # fmt: skip
     launch(
         pair_kernel, tasks.most, arguments,
-        DROPS=drops, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
+        DROPS=drops, PRECISION=how, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, num_stages=tiles.stages, **registers_for(a.x, tiles.warps),
     )  # fmt: skip
     if parts is not None:

@@ -1,8 +1,12 @@
-"""How the Triton kernels multiply float32: as float32 does it, by tensor cores in three parts, or rounded to tf32.
+"""How the Triton kernels multiply float32: as float32 does it, in float64 or in parts on tensor cores, or as tf32.
 
     "ieee"      one multiply-add after the other, without tensor cores
+    "float64"   tensor cores multiply and add in float64, and the sum is rounded to float32; on an H100 or H200, where
+                that is faster than float32's own sums
     "bf16x6"    each number is the sum of three bfloat16 parts; tensor cores form six products of parts
     "tf32"      tensor cores round each number to 11 bits; only if torch is set to it
+
+In float64 products are exact, and sums are rounded 2^-53 times what they are: errors are those of one rounding.
 
 The parts of x are first = bf16(x), second = bf16(2^7 (x - first)) and third = bf16(2^7 (2^7 (x - first) - second)), so
 x = first + second / 2^7 + third / 2^14. Without these powers of two, the parts of numbers below 1e-31 would be too
@@ -25,14 +29,14 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
-from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
+from planner.kernels.tiled_product.triton_tiles import float32_precision
 
 # bfloat16's largest number: larger float32 numbers would be rounded to infinity.
 _LARGEST = tl.constexpr(3.3895313892515355e38)
 # Triton's interpreter multiplies the bits of bfloat16, and cuts bits off where it should round. There, parts are
 # float32 numbers that bfloat16 can hold.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Whether the environment refuses products by parts.
+# Whether the environment refuses tensor cores.
 _IEEE = os.environ.get("PLANNER_FLOAT32") == "ieee"
 # AMD's chips for which Triton compiles tf32.
 _AMD_TF32 = ("gfx940", "gfx941", "gfx942")
@@ -41,26 +45,33 @@ _AMD_TF32 = ("gfx940", "gfx941", "gfx942")
 def precision(x: torch.Tensor, terms: int) -> str:
     """Return how sums of so many products of a tensor's elements are formed; see the module.
 
-    Products by parts are refused by `PLANNER_FLOAT32=ieee` in the environment, when this module is loaded, and by
-    torch's own setting "ieee", which `torch.set_float32_matmul_precision("highest")` sets too.
+    `PLANNER_FLOAT32=ieee` in the environment, when this module is loaded, refuses tensor cores. Products by parts are
+    refused by torch's own setting "ieee" too, which `torch.set_float32_matmul_precision("highest")` sets.
     """
     if x.dtype != torch.float32:
         return "ieee"
-    (capability, rounds), asked = _tensor_cores(x.device), torch.backends.cuda.matmul.fp32_precision
+    (capability, rounds, card), asked = _tensor_cores(x.device), torch.backends.cuda.matmul.fp32_precision
     if asked == "tf32":
         return "tf32" if rounds else "ieee"
-    by_parts = multiplies_by_parts(terms, capability) and not (_IEEE or asked == "ieee")
-    return "bf16x6" if by_parts else "ieee"
+    best = float32_precision(terms, capability, card)
+    return "ieee" if _IEEE or (asked == "ieee" and best == "bf16x6") else best
 
 
 @functools.cache
-def _tensor_cores(device: torch.device) -> tuple[int, bool]:
-    """Return the compute capability of an NVIDIA card, times ten, or 0; and whether a device can round to tf32."""
+def _tensor_cores(device: torch.device) -> tuple[int, bool, str]:
+    """Return the compute capability of an NVIDIA card, times ten, or 0; whether a device rounds to tf32; its name."""
     if triton.knobs.runtime.interpret:
-        return 0, True
+        return 0, True, ""
     with torch.cuda.device(device if device.type == "cuda" else -1):
         target = driver.active.get_current_target()
-    return (target.arch, target.arch >= 80) if target.backend == "cuda" else (0, target.arch in _AMD_TF32)
+    if target.backend != "cuda":
+        return 0, target.arch in _AMD_TF32, ""
+    return target.arch, target.arch >= 80, card_name(device)
+
+
+def card_name(device: torch.device) -> str:
+    """Return the name of a card, such as "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @triton.jit
@@ -96,6 +107,8 @@ def add_product(x, y, total, low, PRECISION: tl.constexpr):  # type: ignore[no-u
         low = tl.dot(x2, y1, low)
         low = tl.dot(x1, y2, low) + least * 0.0078125
         return total + tl.dot(x1, y1), low
+    elif PRECISION == "float64":
+        return tl.dot(x.to(tl.float64), y.to(tl.float64), total, out_dtype=tl.float64), low
     else:
         return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype), low
 

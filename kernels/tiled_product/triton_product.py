@@ -93,7 +93,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         INDEX: type of positions and offsets, int32 if all of them fit, else int64.
         ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: then `b` is read once for all tiles.
     """
-    wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 or PRECISION == "float64" else tl.float32
     tile_of_rows, tile_n = program_place(pieces_of(size_n, BLOCK_N))
     tile = tile_of_rows.to(INDEX)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from typing import NamedTuple
 
 from planner.kernels.tiled_product.measured import measurable
@@ -44,6 +46,10 @@ _LARGEST = {
     ("bf16x6", "rows"): Tiles(64, 128, 32),
     ("bf16x6", "plain"): Tiles(128, 128, 32, warps=8, stages=3),
     ("bf16x6", "terms"): Tiles(128, 128, 32, warps=8),
+    ("float64", "rows"): Tiles(64, 64, 32),
+    ("float64", "plain"): Tiles(64, 64, 32),
+    ("float64", "terms"): Tiles(64, 64, 16, stages=3),
+    ("float64", "pair"): Tiles(64, 64, 32),
     ("float", "rows"): Tiles(32, 64, 32, warps=2, stages=1),
     ("float", "plain"): Tiles(64, 128, 16, warps=8, stages=3),
     ("float", "terms"): Tiles(64, 64, 16),
@@ -57,10 +63,12 @@ _ALL_TERMS = {
     ("half", "plain"): Tiles(64, 64, 64),
     ("tf32", "rows"): Tiles(64, 64, 64),
     ("tf32", "plain"): Tiles(64, 64, 64),
+    ("float64", "rows"): Tiles(32, 64, 64, stages=1),
 }
 # The most m, n and k if positions are looked up in tables, which takes registers.
 _WITH_TABLES = {
-    "half": (64, 64, 32), "tf32": (32, 64, 32), "bf16x6": (64, 64, 32), "float": (32, 64, 16), "double": (64, 64, 16)
+    "half": (64, 64, 32), "tf32": (32, 64, 32), "bf16x6": (64, 64, 32), "float64": (64, 64, 32), "float": (32, 64, 16),
+    "double": (64, 64, 16),
 }  # fmt: skip
 
 
@@ -69,26 +77,55 @@ def side(size: int, most: int) -> int:
     return max(16, min(most, 1 << max(0, size - 1).bit_length()))
 
 
-def multiplies_by_parts(terms: int, capability: int) -> bool:
-    """Whether sums of products of float32 are formed by parts on tensor cores, see `triton_arithmetic`.
+def float32_precision(terms: int, capability: int, card: str) -> str:
+    """Return how sums of products of float32 are formed if no setting refuses it, see `triton_arithmetic`.
 
     Args:
-        terms: how many products are added up; for a grouped axis, the average. Shorter sums are more accurate in
-            float32.
+        terms: how many products are added up; for a grouped axis, the average.
         capability: the compute capability of a card, times ten.
+        card: the name of a card, or of a preset of `planner.Device`.
+
+    >>> float32_precision(256, 80, "NVIDIA A100-SXM4-80GB"), float32_precision(255, 80, "NVIDIA A100-SXM4-80GB")
+    ('bf16x6', 'ieee')
     """
+    if capability == 90 and _multiplies_float64() and not _FLOAT64_CARDS.isdisjoint(card.lower().split()):
+        return "float64"
     # By their data sheets the tensor cores of these cards multiply bfloat16 over ten times as fast as other units
-    # multiply float32. On other cards, such as an L40S, six products take longer than one.
-    return terms >= 256 and capability in (80, 90, 100, 103)
+    # multiply float32. On other cards, such as an L40S, six products take longer than one. Shorter sums are more
+    # accurate in float32.
+    return "bf16x6" if terms >= 256 and capability in (80, 90, 100, 103) else "ieee"
 
 
-def covers_pair(j: int, k: int, itemsize: int) -> bool:
-    """Whether one walk over the rows makes both gradients: for half types, where a program holds a matrix and its own.
+# Cards whose tensor cores multiply float64 as fast as other units multiply float32. Others of the same compute
+# capability, an H20 and an H800, are sixty times slower.
+_FLOAT64_CARDS = frozenset(("h100", "h200", "gh200"))
 
-    On an H200 one walk takes 43 us where two products take 54 (2,048 matrices of 64 x 64, bfloat16). In float32 it
-    takes 255 us where they take 172.
+
+@functools.cache
+def _multiplies_float64() -> bool:
+    """Whether Triton forms products of float64 in the largest instructions of a Hopper card, of 16 x 8 x 16.
+
+    Triton 3.8 and 3.9 take those of 8 x 8 x 4, which reach two thirds of the rate (Triton's pull request 10313).
     """
-    return itemsize == 2 and 0 < j <= 64 and 0 < k <= 64
+    return triton_version().startswith(("3.6.", "3.7."))
+
+
+@functools.cache
+def triton_version() -> str:
+    """Return the version of Triton that is installed; "" without it. Tiles and prices depend on it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def covers_pair(j: int, k: int, itemsize: int, precision: str) -> bool:
+    """Whether one walk over the rows makes both gradients: where a program holds a matrix and its gradient.
+
+    On an H200 one walk takes 43 us in bfloat16 where two products take 54 (2,048 matrices of 64 x 64), and 108 us in
+    float32 on the tensor cores of float64 where they take 120. Without these it takes 255 us where they take 172.
+    """
+    return (itemsize == 2 or precision == "float64") and 0 < j <= 64 and 0 < k <= 64
 
 
 @measurable

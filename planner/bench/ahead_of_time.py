@@ -216,8 +216,8 @@ def serve(arch: str, only: Sequence[str]) -> None:
     from planner.program.frameworks import load_backend
 
     limits, rows = ARCHES[arch], load_backend("torch").table.rows
-    target = ("hip", arch, limits.most_shared, 64) if limits.is_amd else ("cuda", int(arch), limits.most_shared, 32)
-    with stand_in(*target) as launches:
+    kind, number, warp = ("hip", arch, 64) if limits.is_amd else ("cuda", int(arch), 32)
+    with stand_in(kind, number, limits.most_shared, warp, limits.device) as launches:
         for name, dtype, make in cases(only):
             about = {"triton": triton.__version__, "arch": arch, "workload": name, "dtype": dtype}
             program, seen = "forward", 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import examples
 
-from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
+from planner.kernels.tiled_product.triton_tiles import float32_precision
 
 ROWS, COLUMNS = 12, 12
 
@@ -144,9 +144,9 @@ def errors(data, k, ways, seeds=range(4)):
 def test_products_by_parts_are_as_accurate_as_float32(data, card):
     """From 256 terms on, the fewest that they are used for; also where float32 has no exponents to spare."""
     for k in (256, *((512, 1024) if examples(0, 1) else ())):
-        way, offered = partial(by_parts, bits=8, pairs=SIX, card=card), multiplies_by_parts(k, 80)
+        way, offered = partial(by_parts, bits=8, pairs=SIX, card=card), float32_precision(k, 80, "")
         theirs, ours = errors(data, k, (sequential, way))
-        assert offered
+        assert offered == "bf16x6"
         assert ours <= theirs
 
 
@@ -161,21 +161,21 @@ def test_other_ways_are_less_accurate():
         assert found > 1.5 * theirs
     theirs, found = errors("large and small", 64, (sequential, six))
     assert found > theirs
-    assert not multiplies_by_parts(64, 80)
+    assert float32_precision(64, 80, "") == "ieee"
 
 
 # -- the kernel under Triton's interpreter -----------------------------------------------------------------
 
 
-def kernel(a, b):
-    """The kernel's product by parts."""
+def kernel(a, b, how="bf16x6"):
+    """The kernel's product, by parts or in float64."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
     from planner.kernels.grouped_matmul import triton_grouped
 
     out = torch.full((1, len(a), b.shape[1]), torch.nan)
     operands = (triton_grouped.Matrices.of(x) for x in (torch.from_numpy(a)[None], torch.from_numpy(b)[None], out))
-    with mock.patch.object(triton_grouped, "precision", return_value="bf16x6"):
+    with mock.patch.object(triton_grouped, "precision", return_value=how):
         triton_grouped.plain_product(*operands, (1, len(a), b.shape[1], len(b)))
     return out[0].numpy()
 
@@ -186,7 +186,17 @@ def test_the_kernel_is_as_accurate_as_float32(data):
     assert 0 < ours <= theirs
 
 
-def test_infinity_and_nan_are_as_in_float32():
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("terms", [3, 64, 272])
+def test_sums_in_float64_are_rounded_once(data, terms):
+    a, b = (x.astype(np.float32) for x in DATA[data](np.random.default_rng(terms), terms))
+    right = exact(a, b)
+    slack = 2.0**-52 * terms * exact(np.abs(a), np.abs(b)) + np.finfo(np.float32).smallest_subnormal
+    assert (np.abs(kernel(a, b, "float64") - right) <= 2.0**-24 * np.abs(right) + slack).all()
+
+
+@pytest.mark.parametrize("how", ["bf16x6", "float64"])
+def test_infinity_and_nan_are_as_in_float32(how):
     """In operands, and in results too large for float32; so are zeros, and the largest numbers."""
     most = np.finfo(np.float32).max
     odd = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, most, -most, 3.0, -1.0, 2e38, 5e-38], np.float32)
@@ -197,6 +207,6 @@ def test_infinity_and_nan_are_as_in_float32():
         a[:, 0], c[0] = odd, b
         a[:, 1:], c[1:] = random.integers(-2, 3, a[:, 1:].shape), random.integers(-2, 3, c[1:].shape)
         with np.errstate(invalid="ignore", over="ignore"):
-            wanted, found = sequential(a, c), kernel(a, c)
+            wanted, found = sequential(a, c), kernel(a, c, how)
         assert np.array_equal(np.isnan(found), np.isnan(wanted))
         assert np.allclose(found, wanted, rtol=2e-7, atol=0, equal_nan=True)

@@ -36,7 +36,7 @@ from planner.kernels.grouping import triton_grouping  # noqa: E402
 from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
-from planner.kernels.tiled_product import triton_arithmetic  # noqa: E402
+from planner.kernels.tiled_product import triton_arithmetic, triton_tiles  # noqa: E402
 from planner.kernels.tiled_product.triton_arithmetic import precision  # noqa: E402
 from planner.kernels.tiled_product.triton_axes import Axis, Grouping, Matrices  # noqa: E402
 from planner.kernels.tiled_product.triton_product import pieces_of  # noqa: E402
@@ -147,7 +147,7 @@ def grouping(random, rows, groups):
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles,
     sizes=st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), groups=st.integers(1, 5), some_absent=st.booleans(),
-    how=st.sampled_from(["ieee", "bf16x6"]),
+    how=st.sampled_from(["ieee", "bf16x6", "float64"]),
 )  # fmt: skip
 def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
     """A batch of products, rows times the matrix of their group, products summed over the rows of each group.
@@ -185,7 +185,8 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
             "rows": (rows_product, [a, c], ((rows, i, m, n), Grouping(order, starts, groups), 1), [x @ matrices]),
             "terms": (terms_product, [a, b], ((rows, i, n, m), Grouping(order, starts[:-1], groups)), [summed[:-1]]),
             "pair": (
-                both_gradients, [b, a, c], ((rows, i, n, m), Grouping(order, starts, groups), tiles),
+                both_gradients, [b, a, c],
+                ((rows, i, n, m), Grouping(order, starts, groups), tiles, "ieee" if how == "bf16x6" else how),
                 [y @ matrices.swapaxes(1, 2), summed[:-1]],
             ),
         }[mode]  # fmt: skip
@@ -199,7 +200,7 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
 @settings(max_examples=examples(60, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles, number=st.integers(0, 3),
-    sizes=st.tuples(st.integers(1, 5), SIZES, SIZES, SIZES), how=st.sampled_from(["ieee", "bf16x6"]),
+    sizes=st.tuples(st.integers(1, 5), SIZES, SIZES, SIZES), how=st.sampled_from(["ieee", "bf16x6", "float64"]),
     wide=st.booleans(),
 )  # fmt: skip
 def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, sizes, how, wide):
@@ -225,7 +226,10 @@ def test_rows_that_are_taken_times_a_matrix_of_many(seed, dtype, tiles, number, 
     assert np.array_equal(found.double().numpy()[numbers], expected[numbers])
 
 
-MULTIPLIED = ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"), ("float32", "bf16x6")
+MULTIPLIED = (
+    ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"), ("float32", "bf16x6"),
+    ("float32", "float64"),
+)  # fmt: skip
 
 
 # The interpreter is slow: three of these by default.
@@ -334,18 +338,23 @@ def test_the_precision_is_what_torch_is_set_to(tf32):
 @pytest.mark.parametrize(
     ("asked", "environment", "card", "terms", "dtype", "expected"),
     [
-        ("none", "", (90, True), 256, torch.float32, "bf16x6"),
-        ("none", "", (90, True), 255, torch.float32, "ieee"),
-        ("none", "", (90, True), 256, torch.bfloat16, "ieee"),
-        ("none", "", (89, True), 256, torch.float32, "ieee"),
-        ("none", "ieee", (90, True), 256, torch.float32, "ieee"),
-        ("ieee", "", (90, True), 256, torch.float32, "ieee"),
-        ("tf32", "", (90, True), 256, torch.float32, "tf32"),
-        ("tf32", "", (0, False), 256, torch.float32, "ieee"),
+        ("none", "", (90, True, "NVIDIA H20"), 256, torch.float32, "bf16x6"),
+        ("none", "", (90, True, "NVIDIA H20"), 255, torch.float32, "ieee"),
+        ("none", "", (90, True, "NVIDIA H200"), 16, torch.float32, "float64"),
+        ("none", "", (90, True, "NVIDIA H100 80GB HBM3"), 256, torch.float32, "float64"),
+        ("none", "", (90, True, "NVIDIA H200"), 256, torch.bfloat16, "ieee"),
+        ("none", "", (89, True, "NVIDIA L40S"), 256, torch.float32, "ieee"),
+        ("none", "ieee", (90, True, "NVIDIA H200"), 256, torch.float32, "ieee"),
+        ("ieee", "", (90, True, "NVIDIA H200"), 256, torch.float32, "float64"),
+        ("none", "ieee", (80, True, "NVIDIA A100"), 256, torch.float32, "ieee"),
+        ("ieee", "", (80, True, "NVIDIA A100"), 256, torch.float32, "ieee"),
+        ("tf32", "", (90, True, "NVIDIA H200"), 256, torch.float32, "tf32"),
+        ("tf32", "", (0, False, ""), 256, torch.float32, "ieee"),
     ],
 )
-def test_products_by_parts_can_be_refused(monkeypatch, asked, environment, card, terms, dtype, expected):
-    """By the environment and by torch's own setting; cards without tf32 are not asked for it."""
+def test_tensor_cores_can_be_refused(monkeypatch, asked, environment, card, terms, dtype, expected):
+    """By the environment, products by parts by torch's own setting too; cards without tf32 are not asked for it."""
+    monkeypatch.setattr(triton_tiles, "_multiplies_float64", lambda: True)
     monkeypatch.setattr(triton_arithmetic, "_IEEE", environment == "ieee")
     monkeypatch.setattr(triton_arithmetic, "_tensor_cores", lambda device: card)
     before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, asked
@@ -469,15 +478,16 @@ def test_equal_problems_have_equal_tiles():
     for mode, itemsize, size, tiling in itertools.product(
         ("rows", "terms", "plain", "pair"), (2, 4, 8), (1, 16, 17, 64, 100, 5000), ("", *TILINGS)
     ):
-        if mode == "pair" and not covers_pair(size, size, itemsize):
+        how = "float64" if itemsize == 4 and mode == "pair" else "ieee"
+        if mode == "pair" and not covers_pair(size, size, itemsize, how):
             continue
-        tiles = tiles_of(mode, size, size, size, itemsize, tiling=tiling)
+        tiles = tiles_of(mode, size, size, size, itemsize, how, tiling=tiling)
         assert min(tiles.m, tiles.n, tiles.k) >= 16
         assert all(x & (x - 1) == 0 for x in (tiles.m, tiles.n, tiles.k))
         # The stages of both operands fit the shared memory of an A100.
         assert tiles.stages * itemsize * tiles.k * (tiles.m + tiles.n) <= 160 << 10
         assert mode != "pair" or (min(tiles.m, tiles.n) >= size and tiles.k * tiles.chunk == PAIR_TERMS)
-        default = tiles_of(mode, size, size, size, itemsize)
+        default = tiles_of(mode, size, size, size, itemsize, how)
         assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
 
 

@@ -35,7 +35,7 @@ from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
 from planner.kernels.segment_sum import WINDOW
-from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, multiplies_by_parts, tiles_of
+from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, float32_precision, tiles_of
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
 from planner.language.spec import Term
@@ -49,6 +49,8 @@ LAUNCHES = 1
 # The kernels' share of the rate of torch's large products, by bytes of an element. On an H200 it is 0.55 to 0.76 in
 # bfloat16 and 0.8 in float32. That of float64 is an estimate.
 _SHARES = {2: 0.6, 4: 0.8, 8: 0.5}
+# The same for float32 on the tensor cores of float64: 59 TFLOP/s on an H200, where torch's product takes 51.
+_FLOAT64_SHARE = 1.15
 # Bytes a second that one program loads: where few programs walk along many terms, a card is not filled. On an H200 128
 # programs loaded 1.07 GB in 1.34 ms.
 _PROGRAM_BANDWIDTH = 6.3e9
@@ -99,11 +101,19 @@ def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> flo
     >>> product_rate(h200, (64, 64, 64), "bfloat16") / product_rate(h200, (64, 1, 64), "bfloat16")
     16.0
     """
-    rate = device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
-    if dtype == "float32" and multiplies_by_parts(sides[2], device.capability):
-        parts = device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE
-        rate = max(rate, parts)  # unless a setting refuses it
-    return rate / math.prod(map(_padded, sides))
+    rate, how = device.product_rate(*sides, dtype=dtype), _precision(dtype, sides[2], device)
+    if how == "float64":
+        rate *= _FLOAT64_SHARE
+    elif how == "bf16x6":  # unless a setting refuses it
+        rate = max(rate * _SHARES[4], device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE)
+    else:
+        rate *= _SHARES[itemsize(dtype)]
+    return min(rate, device.most_product_rate(min(sides), dtype)) / math.prod(map(_padded, sides))
+
+
+def _precision(dtype: str, terms: int, device: Device) -> str:
+    """Return how the kernels form sums of so many products, see `planner.kernels.tiled_product.triton_arithmetic`."""
+    return float32_precision(terms, device.capability, device.name) if dtype == "float32" else "ieee"
 
 
 def _padded(side: int) -> float:
@@ -137,7 +147,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     if form.targets is not None:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = pair and covers_pair(j, k, size)
+    fused = pair and covers_pair(j, k, size, _precision(op.dtype, k, device))
     cut = PAIR_TERMS if fused else CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + shared + 2 * copied + 16 * n
@@ -263,7 +273,7 @@ def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], 
     return (out,)
 
 
-def _products(op: Op) -> list[tuple[str, int, int, int]]:
+def _products(op: Op, precision: str) -> list[tuple[str, int, int, int]]:
     """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
     grouped = grouped_form(op.spec)
     if isinstance(grouped, GroupedForm):
@@ -271,7 +281,8 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
         each = max(1, n * i // max(1, g))
         terms = ("terms", j, k, each)
         if isinstance(op, JointGradient):
-            return [("pair", j, k, each)] if covers_pair(j, k, itemsize(op.dtype)) else [("rows", each, j, k), terms]
+            one_walk = covers_pair(j, k, itemsize(op.dtype), precision)
+            return [("pair", j, k, each)] if one_walk else [("rows", each, j, k), terms]
         rows = ("plain", i, k, j) if is_chosen(grouped) else ("rows", each, k, j)
         return [terms if grouped.outer else rows]
     form = product_form(op.spec)
@@ -281,10 +292,11 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
 def _same_tiles(tiling: str, op: Op) -> str | None:
     """Return why a tiling is not tried: its tiles are the default's. None if they differ."""
     size = itemsize(op.dtype)
-    precisions = ("ieee", "tf32", "bf16x6") if op.dtype == "float32" else ("ieee",)
-    for product, precision, tables in itertools.product(_products(op), precisions, (False, True)):
-        if tiles_of(*product, size, precision, tables, tiling) != tiles_of(*product, size, precision, tables):
-            return None
+    precisions = ("ieee", "tf32", "bf16x6", "float64") if op.dtype == "float32" else ("ieee",)
+    for precision, tables in itertools.product(precisions, (False, True)):
+        for product in _products(op, precision):
+            if tiles_of(*product, size, precision, tables, tiling) != tiles_of(*product, size, precision, tables):
+                return None
     return "its tiles are the default's"
 
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from planner.kernels.segment_sum import triton_sum
-from planner.kernels.tiled_product import triton_axes
+from planner.kernels.tiled_product import triton_arithmetic, triton_axes
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,7 +109,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def stand_in(kind: str, arch: int | str, shared: int, warp: int = 32) -> Iterator[list[Launch]]:
+def stand_in(kind: str, arch: int | str, shared: int, warp: int = 32, name: str = "") -> Iterator[list[Launch]]:
     """Let Triton compile for a card, and record what it would launch. A process stands in for one card only.
 
     Args:
@@ -117,6 +117,7 @@ def stand_in(kind: str, arch: int | str, shared: int, warp: int = 32) -> Iterato
         arch: the compute capability, times ten; or the name of AMD's architecture.
         shared: the most bytes of shared memory of a program.
         warp: threads of a warp.
+        name: the card's name; kernels of float32 depend on it, see `triton_tiles.float32_precision`.
 
     Yields:
         The list that launches are appended to.
@@ -129,6 +130,7 @@ def stand_in(kind: str, arch: int | str, shared: int, warp: int = 32) -> Iterato
             mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True),
             mock.patch.object(torch.Tensor, "is_cpu", property(lambda x: False), create=True),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+            mock.patch.object(triton_arithmetic, "card_name", return_value=name),
             mock.patch.dict(triton_sum.REGISTERS, clear=kind == "hip"),
             mock.patch.dict(triton_axes._ALL_REGISTERS, clear=kind == "hip"),
             mock.patch.object(knobs.runtime, "kernel_load_end_hook", card.after_load),

@@ -15,12 +15,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from planner.backends.torch.executable import Executable
 from planner.kernels.tiled_product.measured import forced
-from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
+from planner.kernels.tiled_product.triton_tiles import float32_precision
 from planner.language.derive import transpose
 from planner.language.spec import term_gathers
 from planner.program.calls import RangedIndices
@@ -37,6 +38,7 @@ _ROWS = {
 PROBLEMS: dict[str, tuple[int, int, int, int, int, str, str]] = {
     "seed float32": (131_072, 1, 64, 64, 2048, "float32", "forward"),
     "seed float32 outer": (131_072, 1, 64, 64, 2048, "float32", "outer"),
+    "seed float32 gradients": (131_072, 1, 64, 64, 2048, "float32", "gradients"),
     "seed bfloat16": (131_072, 1, 64, 64, 2048, "bfloat16", "forward"),
     "seed bfloat16 gradients": (131_072, 1, 64, 64, 2048, "bfloat16", "gradients"),
     "8 experts float32": (8192, 1, 2048, 2048, 8, "float32", "forward"),
@@ -57,7 +59,8 @@ CHANGES: tuple[dict[str, int], ...] = (
     {"stages": 3}, {"stages": 4}, {"m": 32, "k": 16, "warps": 4, "stages": 3},
     {"m": 128, "n": 128, "k": 64, "warps": 8, "stages": 3}, {"m": 256, "n": 128, "k": 64, "warps": 8, "stages": 3},
     {"m": 128, "n": 256, "k": 64, "warps": 8, "stages": 3}, {"m": 128, "n": 128, "k": 64, "warps": 4, "stages": 3},
-    {"m": 32, "k": 32, "warps": 2, "stages": 1}, {"m": 64, "k": 64, "warps": 4, "stages": 1},
+    {"m": 32, "k": 32, "warps": 2, "stages": 1}, {"m": 64, "k": 64, "warps": 4, "stages": 1}, {"m": 16},
+    {"m": 16, "warps": 2}, {"m": 64, "n": 128, "k": 32, "warps": 4, "stages": 3}, {"k": 16, "stages": 3},
 )  # fmt: skip
 
 
@@ -134,16 +137,18 @@ def _by_group(spec: Any, inputs: Sequence[Any], q: Any, groups: int) -> Any:
     return out
 
 
-def precisions(name: str) -> tuple[str, ...]:
-    """Return the precisions that a product is timed in."""
+def precisions(name: str, arch: str = "90") -> tuple[str, ...]:
+    """Return the precisions that a product is timed in on a card of this compute capability, times ten."""
     n, _, j, _, groups, dtype, what = (PROBLEMS | TINY)[name]
-    parts = ("bf16x6",) * multiplies_by_parts(n // groups if what == "outer" else j, 90)
-    return ("ieee", *parts, "tf32") if dtype == "float32" else ("ieee",)
+    if dtype != "float32":
+        return ("ieee",)
+    by_parts = float32_precision(n // groups if what == "outer" else j, int(arch), "") == "bf16x6"
+    return ("ieee", *("bf16x6",) * by_parts, *("float64",) * (arch == "90"), "tf32")
 
 
 @contextlib.contextmanager
 def with_tiles(change: Mapping[str, int], precision: str) -> Iterator[dict[str, Any]]:
-    """Let kernels take changed tiles.
+    """Let grouped products take changed tiles, and multiply float32 as the precision says.
 
     Yields:
         A dictionary that gets the bucket of the largest product, and its tiles. It is empty if the change does not fit.
@@ -165,20 +170,21 @@ def with_tiles(change: Mapping[str, int], precision: str) -> Iterator[dict[str, 
             seen.update(bucket=bucket, tiles=other._asdict())
         return other
 
-    before = torch.backends.cuda.matmul.fp32_precision
-    # Products by parts are the default, where a card and the sums allow them.
-    torch.backends.cuda.matmul.fp32_precision = "none" if precision == "bf16x6" else precision
-    try:
-        with forced(force):
-            yield seen
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    from planner.kernels.grouped_matmul import triton_grouped
+
+    def precision_of(x: torch.Tensor, terms: int) -> str:
+        return precision if x.dtype == torch.float32 else "ieee"
+
+    with forced(force), mock.patch.object(triton_grouped, "precision", precision_of):
+        yield seen
 
 
-def cases(names: Sequence[str], changes: Sequence[Mapping[str, int]] = CHANGES) -> Iterator[tuple[str, str, Any]]:
-    """Yield products, precisions and changes of tiles."""
+def cases(
+    names: Sequence[str], changes: Sequence[Mapping[str, int]] = CHANGES, arch: str = "90"
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield products, precisions and changes of tiles for a card of this compute capability, times ten."""
     for name in names:
-        for precision in precisions(name):
+        for precision in precisions(name, arch):
             for change in changes:
                 yield name, precision, change
 
@@ -187,8 +193,8 @@ def _compile(arch: str, share: int, shares: int, smoke: bool) -> None:
     from planner.bench.ahead_of_time import ARCHES, read_kernel
     from planner.bench.cards.stand_in import stand_in
 
-    chosen = cases(list(TINY), CHANGES[:1]) if smoke else cases(list(PROBLEMS))
-    with stand_in("cuda", int(arch), ARCHES[arch].most_shared) as launches:
+    chosen = cases(list(TINY), CHANGES[:1]) if smoke else cases(list(PROBLEMS), arch=arch)
+    with stand_in("cuda", int(arch), ARCHES[arch].most_shared, name=ARCHES[arch].device) as launches:
         for number, (name, precision, change) in enumerate(chosen):
             if number % shares != share:
                 continue

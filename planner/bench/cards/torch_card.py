@@ -279,7 +279,7 @@ class TorchCard(TorchChecks):
 
         made: dict[str, Any] = {}
         names, changes = (list(sweep.TINY), sweep.CHANGES[:2]) if self.smoke else (list(sweep.PROBLEMS), sweep.CHANGES)
-        for name, precision, change in sweep.cases(names, changes):
+        for name, precision, change in sweep.cases(names, changes, self.capability):
             about = {"product": name, "precision": precision, "change": change}
             what = f"{name}, {precision}, {' '.join(f'{key} {value}' for key, value in change.items()) or 'default'}"
             yield Item({"what": what, **about}, partial(self.tiled, made, name, precision, change))
