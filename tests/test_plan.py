@@ -131,6 +131,23 @@ def test_what_is_no_plan_is_refused(text):
         planner.Plan.from_json(text)
 
 
+@pytest.mark.parametrize("runs", [[], [[2, 0]], [[2, 0, 1, 1]], [[2, 0, -1]], [[2, 0, 3]], [[2, 0, 2**70]]])
+@pytest.mark.parametrize("place", ["variables", "steps"])
+def test_layouts_along_dimensions_that_a_value_lacks_are_refused(place, runs):
+    pytest.importorskip("torch", reason="torch is not installed")
+    lying = planner.Operand((3, 4, 5), strides=(4, 1, 12))
+    plan = planner.plan("abc,cd,b->ad", lying, (5, 6), (4,), backend="torch")
+    written = json.loads(plan.to_json())
+    assert planner.Plan.from_json(json.dumps(written)) == plan
+    programs = written["programs"]
+    variable, (op, *_) = programs["variables"][0], [step["op"] for step in programs["forward"]["steps"]]
+    layout = {"variables": variable["layout"], "steps": op["layouts"][0]}[place]
+    assert layout["runs"] == [[2, 0, 1]]
+    layout["runs"] = runs
+    with pytest.raises(planner.PlannerError, match="along dimensions that"):
+        planner.Plan.from_json(json.dumps(written))
+
+
 def leaves(value, path=()):
     """Yield the path to each number, text and truth value in what JSON holds."""
     if not isinstance(value, (dict, list)):

@@ -674,6 +674,15 @@ def test_rows_that_are_added_or_replaced_are_priced_anew(monkeypatch):
     assert taken() == before
 
 
+@pytest.mark.parametrize(("removed", "said"), [(("take",), "removed: take"), ((), "removed: .*cast.*matmul")])
+def test_a_step_that_no_row_is_left_for_is_named(monkeypatch, removed, said):
+    table = load_backend("numpy").table
+    for name in removed or tuple(table.rows):
+        monkeypatch.delitem(table.rows, name)
+    with pytest.raises(planner.PlannerError, match=rf"no row .* runs the step q\[n\]j -> nj of float32 on .*{said}"):
+        planner.plan("q[n]j -> nj", (5, 3), q=(2,), backend="numpy")
+
+
 def test_auto_ends_where_little_can_be_won(work):
     """A search ends when a thousand calls would win less than the time that pricing has taken."""
     spec, shapes, _ = MAKERS["dense"](8, Random(1))

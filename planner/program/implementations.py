@@ -22,9 +22,9 @@ from planner.cost.layout import Layout
 from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact
-from planner.language.errors import refusal_of
+from planner.language.errors import PlannerError, refusal_of
 from planner.program.calls import Indices, PreparedRun, Run
-from planner.program.ops import Guard, Op, PricedImplementation
+from planner.program.ops import Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Step
 
@@ -216,6 +216,12 @@ class Table:
             if (choice := prices.price(row)) is not None:
                 choices.append(choice)
                 best = min([key(choice.cost) for choice in choices]) if key else ()
+        if not choices and among is None and self.has_changed and not isinstance(op, JointGradient):
+            removed = ", ".join(sorted({row.name for row in self._given} - {*self.rows})) or "none"
+            raise PlannerError(
+                f"no row of the table runs the step {op.spec} of {op.dtype} on {device.name}: put one back, or add one "
+                f"to the table's `rows` (removed: {removed:.200})"
+            )
         if len(choices) > 1 and not plain:  # of equally good ones the first of the table is taken
             choices.sort(key=lambda choice: list(self.rows).index(choice.lowering))
         return tuple(choices)

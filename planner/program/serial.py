@@ -154,6 +154,8 @@ def _misfit(plan: PlanRecord) -> str:
     if not isinstance(options.optimize, str | tuple | Forgotten):
         return "'optimize' is damaged"
     values, count = dict(enumerate(programs.variables)), len(plan.operands)
+    if not all(_lies(value.layout, value.shape) for value in programs.variables):
+        return "a value lies in memory along dimensions that it lacks"
     operands = [values[number].shape for number in range(count)]
     if operands != [spec.shape(term) for term in spec.inputs] or values[programs.result].shape != spec.output_shape:
         return "its operands and result are not those of its spec"
@@ -169,6 +171,8 @@ def _misfit(plan: PlanRecord) -> str:
     for program in filter(None, (programs.forward, programs.backward)):
         for step in program.steps:
             made = [values[number] for number in step.outputs]
+            if not all(map(_lies, step.op.layouts, step.op.input_shapes)):
+                return f"the step {step.op.spec} reads values that lie along dimensions that they lack"
             if tuple(values[number].shape for number in step.inputs) != step.op.input_shapes:
                 return f"the step {step.op.spec} reads values of other shapes"
             if tuple(x.shape for x in made) != step.op.output_shapes or {x.dtype for x in made} - {
@@ -184,6 +188,14 @@ def _misfit(plan: PlanRecord) -> str:
     ops = [[node.op for node in nodes], [step.op for step in programs.forward.steps]]
     in_tree, in_program = ({op.with_layouts(()) for op in some if not isinstance(op, Guard)} for some in ops)
     return "" if in_tree == in_program else "its tree has other steps than its program"
+
+
+def _lies(layout: Layout | None, shape: tuple[int, ...]) -> bool:
+    """Whether a value of this shape can lie in memory so."""
+    if layout is None:
+        return True
+    dims = [dim for run in layout.runs for dim in run]
+    return sorted(dims) == [dim for dim, n in enumerate(shape) if n != 1] and {*layout.repeated} <= {*dims}
 
 
 def _with_guards(plan: PlanRecord) -> PlanRecord:

@@ -65,7 +65,7 @@ class Bounds:
 
 def fused_terms(table: Table, device: Device) -> int:
     """Return how long the shortest side of a product is at most that a row runs as products by element, added up."""
-    return max([row.fused for row in table.rows.values() if row.kinds is None or device.kind in row.kinds])
+    return max([row.fused for row in table.rows.values() if row.kinds is None or device.kind in row.kinds], default=0)
 
 
 def kernel_launches(table: Table, device: Device) -> tuple[float, float]:
