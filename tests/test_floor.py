@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from laws import Floors, plan_of
 import planner
 from planner.bench.planning import dense, gathers
 from planner.cost.device import A100, CPU, GPU, H100, H200, TPU_V5E, Device
-from planner.cost.floor import product_floor
+from planner.cost.floor import gathered_floor, product_floor
 from planner.cost.layout import permuted, strides_of
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.cost.products import CLASSES
+from planner.kernels.tiled_product import triton_tiles
 from planner.language.resolve import resolve_shapes
-from planner.language.spec import Spec, replace_gathers
+from planner.language.spec import Gather, Spec, replace_gathers
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
@@ -39,12 +41,15 @@ from planner.testing import Problem, problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
 RATES = st.sampled_from((1e6, 1e9, 1e10, 1e11, 1e13, float("inf")))
+# These cards multiply float32 in float64 here, whatever Triton is installed. Prices are remembered by device, so their
+# sources differ from those of the presets.
+HOPPER = [dataclasses.replace(device, source="with products in float64") for device in (H100, H200)]
 # Rates that no preset has: slow products beside a fast memory, and the other way round.
 DEVICES = st.one_of(
-    st.sampled_from((CPU, GPU, A100, H100, H200, TPU_V5E)),
+    st.sampled_from((CPU, GPU, A100, *HOPPER, TPU_V5E)),
     st.builds(
         Device,
-        name=st.just("drawn"),
+        name=st.sampled_from(("drawn", "drawn h200")),
         flop_rate=RATES,
         bandwidth=RATES,
         fresh_bandwidth=RATES,
@@ -65,6 +70,12 @@ DEVICES = st.one_of(
         ),
     ),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_float64():
+    with mock.patch.object(triton_tiles, "_multiplies_float64", return_value=True):
+        yield
 
 
 def resized(spec, draw_size):
@@ -103,6 +114,18 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
             least = unpack(edge.key)
             search._price_edge(edge)
             assert unpack(edge.key)[:1] >= least[:1], (str(edge.op), least, unpack(edge.key))
+
+
+@pytest.mark.parametrize("half_rate", [1e9, 1e14])
+def test_sums_of_rows_need_no_tensor_cores(half_rate):
+    """A card adds half types up at the rate of float32, also if it multiplies them more slowly."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    device = Device("drawn", flop_rate=1e10, bandwidth=1e14, half_rate=half_rate, launch_seconds=3e-6, kind="cuda")
+    pool = Gather("p", ("a", "b"), 1)
+    op = Einsum(Spec((("a", "b"), ("a", "b")), (pool,), (("a", 100), ("b", 100))), "bfloat16")
+    least = gathered_floor("time", device, "bfloat16", 10_000, 1.0, 20_001, 0, (0, 10_000), 1, (False, False))
+    row = load_backend("torch").table.price("segment sum, Triton", op, device)
+    assert 0 < least <= row.cost.picoseconds
 
 
 @st.composite

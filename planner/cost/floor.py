@@ -148,7 +148,8 @@ def gathered_floor(
     moving = _least_moving_seconds(xp, device, size * (elements + 2 * copies))
     seconds = (4 + stock_launches) * device.launch_seconds + xp.maximum(moving, joint / device.flop_rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
-    product = joint * share / device.fastest_rate(dtype)
+    # Some kernels add products up without tensor cores, half types too.
+    product = joint * share / max(device.fastest_rate(dtype), device.flop_rate)
     busy = xp.maximum(product, _least_moving_seconds(xp, device, size * elements) if device.kind == "cuda" else 0.0)
     has_kernels = xp.isfinite(launches)
     kernel = xp.where(has_kernels, xp.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)

@@ -49,8 +49,10 @@ LAUNCHES = 1
 # The kernels' share of the rate of torch's large products, by bytes of an element. On an H200 it is 0.55 to 0.76 in
 # bfloat16 and 0.8 in float32. That of float64 is an estimate.
 _SHARES = {2: 0.6, 4: 0.8, 8: 0.5}
-# The same for float32 on the tensor cores of float64: 59 TFLOP/s on an H200, where torch's product takes 51.
-_FLOAT64_SHARE = 1.15
+# The same for float32 on the tensor cores of float64: 59 TFLOP/s on an H200, where torch's product takes 51. What a
+# program loads before its first product takes as long as so many terms of each sum: shares were 0.55 to 0.73 of 64
+# terms, 0.69 and 0.89 of 128, 1.06 of 512 and 1.19 of 2,048.
+_FLOAT64_SHARE, _LOADING = 1.15, 50
 # Bytes a second that one program loads: where few programs walk along many terms, a card is not filled. On an H200 128
 # programs loaded 1.07 GB in 1.34 ms.
 _PROGRAM_BANDWIDTH = 6.3e9
@@ -103,7 +105,7 @@ def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> flo
     """
     rate, how = device.product_rate(*sides, dtype=dtype), _precision(dtype, sides[2], device)
     if how == "float64":
-        rate *= _FLOAT64_SHARE
+        rate *= _FLOAT64_SHARE * max(1, sides[2]) / (sides[2] + _LOADING)
     elif how == "bf16x6":  # unless a setting refuses it
         rate = max(rate * _SHARES[4], device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE)
     else:
