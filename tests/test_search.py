@@ -677,8 +677,8 @@ def test_rows_that_are_added_or_replaced_are_priced_anew(monkeypatch):
 @pytest.mark.parametrize(("removed", "said"), [(("take",), "removed: take"), ((), "removed: .*cast.*matmul")])
 def test_a_step_that_no_row_is_left_for_is_named(monkeypatch, removed, said):
     table = load_backend("numpy").table
-    for name in removed or tuple(table.rows):
-        monkeypatch.delitem(table.rows, name)
+    left = {name: row for name, row in table.rows.items() if removed and name not in removed}
+    monkeypatch.setattr(table, "rows", left)  # rows that are put back have another order
     with pytest.raises(planner.PlannerError, match=rf"no row .* runs the step q\[n\]j -> nj of float32 on .*{said}"):
         planner.plan("q[n]j -> nj", (5, 3), q=(2,), backend="numpy")
 

@@ -6,7 +6,8 @@
     "bf16x6"    each number is the sum of three bfloat16 parts; tensor cores form six products of parts
     "tf32"      tensor cores round each number to 11 bits; only if torch is set to it
 
-In float64 products are exact, and sums are rounded 2^-53 times what they are: errors are those of one rounding.
+In float64 products are exact, and errors of sums are some 2^-53 of them: what counts is that the sum is rounded to
+float32 in the end, and that of each piece if the rows of a group are cut into pieces.
 
 The parts of x are first = bf16(x), second = bf16(2^7 (x - first)) and third = bf16(2^7 (2^7 (x - first) - second)), so
 x = first + second / 2^7 + third / 2^14. Without these powers of two, the parts of numbers below 1e-31 would be too
