@@ -96,7 +96,7 @@ def test_the_command_works(part, needs, tmp_path):
     names = {"torch": ("compile", "checks", "specs", "sanitizer", "prices", "tiles", "calls"),
              "jax": ("checks", "specs", "prices", "ragged_dot", "calls")}[part]  # fmt: skip
     assert tuple(dict.fromkeys(line["step"] for line in results)) == names
-    assert len(checks) == {"torch": 34, "jax": 6}[part]
+    assert len(checks) == {"torch": 37, "jax": 6}[part]
     assert len({line["comparison"] for line in times if "comparison" in line}) == {"torch": 6, "jax": 4}[part]
     assert len(read(tmp_path / "checks.jsonl")) == len(checks)
     if part == "torch":
@@ -132,7 +132,7 @@ def check_that_findings_are_adopted(folder, root):
         path.write_text(path.read_text().replace('"smoke": true', '"smoke": false'))
     said = list(adopt(folder, root))
     assert [line.split()[0] for line in said] == [str(len(tiles["buckets"])), "the", "the"]
-    assert (root / "docs" / "benchmarks" / "cpu-torch.md").read_text().count("mode=rows") == 3
+    assert (root / "docs" / "benchmarks" / "cpu-torch.md").read_text().count("mode=rows") == 5
     code = (
         "import ast, contextlib, json, pathlib, sys\n"
         "from planner.kernels.tiled_product import measured, triton_tiles\n"

@@ -366,7 +366,8 @@ def _card(device: torch.device) -> Device:
     """Return the rates of a graphics card, with its compute capability; AMD's cards have none, whatever torch says."""
     product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     rates = load_rates(gpu_preset(product), "torch", str(torch.__version__), product)
-    return dataclasses.replace(rates, capability=0 if torch.version.hip else 10 * capability[0] + capability[1])
+    known = dataclasses.replace(rates, name=gpu_preset(product).name)  # which products are in float64 depends on it
+    return dataclasses.replace(known, capability=0 if torch.version.hip else 10 * capability[0] + capability[1])
 
 
 def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:

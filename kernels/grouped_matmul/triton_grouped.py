@@ -95,7 +95,8 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `grouped_matmul` without a target, see the package.
 
-    One walk over the rows makes both in half types, if a matrix is small enough for one program.
+    One walk over the rows makes both in half types, and where float32 is multiplied in float64, if a matrix is small
+    enough for one program.
     """
     n, (_, i, j), k, drops = groups.rows, a.shape, c.shape[2], _drops(groups)
     gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
@@ -317,7 +318,7 @@ def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str =
     """Return the tiles of a product, and how float32 is multiplied."""
     x = operands[0].x
     tables = any(axis.table is not None for operand in operands for axis in operand[1:])
-    how = precision(x, k)
+    how = precision(x, k, mode != "plain")
     return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling), how
 
 

@@ -1,8 +1,9 @@
 """How the Triton kernels multiply float32: as float32 does it, in float64 or in parts on tensor cores, or as tf32.
 
     "ieee"      one multiply-add after the other, without tensor cores
-    "float64"   tensor cores multiply and add in float64, and the sum is rounded to float32; on an H100 or H200, where
-                that is faster than float32's own sums
+    "float64"   tensor cores multiply and add in float64, and the sum is rounded to float32; in
+                grouped products on an H100 or H200, where that is faster than float32's own sums, but for the gradient
+                of small matrices alone
     "bf16x6"    each number is the sum of three bfloat16 parts; tensor cores form six products of parts
     "tf32"      tensor cores round each number to 11 bits; only if torch is set to it
 
@@ -43,8 +44,8 @@ _IEEE = os.environ.get("PLANNER_FLOAT32") == "ieee"
 _AMD_TF32 = ("gfx940", "gfx941", "gfx942")
 
 
-def precision(x: torch.Tensor, terms: int) -> str:
-    """Return how sums of so many products of a tensor's elements are formed; see the module.
+def precision(x: torch.Tensor, terms: int, grouped: bool = True) -> str:
+    """Return how sums of so many products of a tensor's elements are formed, by group or not; see the module.
 
     `PLANNER_FLOAT32=ieee` in the environment, when this module is loaded, refuses tensor cores. Products by parts are
     refused by torch's own setting "ieee" too, which `torch.set_float32_matmul_precision("highest")` sets.
@@ -54,7 +55,7 @@ def precision(x: torch.Tensor, terms: int) -> str:
     (capability, rounds, card), asked = _tensor_cores(x.device), torch.backends.cuda.matmul.fp32_precision
     if asked == "tf32":
         return "tf32" if rounds else "ieee"
-    best = float32_precision(terms, capability, card)
+    best = float32_precision(terms, capability, card, grouped)
     return "ieee" if _IEEE or (asked == "ieee" and best == "bf16x6") else best
 
 

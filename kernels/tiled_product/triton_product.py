@@ -10,8 +10,8 @@ stride. A negative position in the table of a row stands for zeros.
     "terms"  a[r, i, m]        b[r, i, n]             out[g, m, n]    summed over r and i too, the rows r of group g
 
 Rows are walked in the order of their groups. Nothing waits for the device: the grid is an upper bound, and programs
-past the last tile return. Sums are in float32, or in float64 for float64, and formed in one order: equal calls give
-equal bits.
+past the last tile return. Sums are in float32, or in float64 for float64 and where float32 is multiplied so. They are
+formed in one order: equal calls give equal bits.
 """
 
 from __future__ import annotations

@@ -77,18 +77,20 @@ def side(size: int, most: int) -> int:
     return max(16, min(most, 1 << max(0, size - 1).bit_length()))
 
 
-def float32_precision(terms: int, capability: int, card: str) -> str:
-    """Return how sums of products of float32 are formed if no setting refuses it, see `triton_arithmetic`.
+def float32_precision(terms: int, capability: int, card: str, grouped: bool) -> str:
+    """Return how the kernels add up products of float32, unless a setting forbids it; see `triton_arithmetic`.
 
     Args:
         terms: how many products are added up; for a grouped axis, the average.
         capability: the compute capability of a card, times ten.
         card: the name of a card, or of a preset of `planner.Device`.
+        grouped: whether rows meet the matrix of their group. Other products were not timed in float64.
 
-    >>> float32_precision(256, 80, "NVIDIA A100-SXM4-80GB"), float32_precision(255, 80, "NVIDIA A100-SXM4-80GB")
-    ('bf16x6', 'ieee')
+    >>> [float32_precision(terms, 80, "NVIDIA A100-SXM4-80GB", True) for terms in (255, 256)]
+    ['ieee', 'bf16x6']
     """
-    if capability == 90 and _multiplies_float64() and not _FLOAT64_CARDS.isdisjoint(card.lower().split()):
+    words = card.lower().replace("-", " ").split()
+    if grouped and capability == 90 and _multiplies_float64() and not _FLOAT64_CARDS.isdisjoint(words):
         return "float64"
     # By their data sheets the tensor cores of these cards multiply bfloat16 over ten times as fast as other units
     # multiply float32. On other cards, such as an L40S, six products take longer than one. Shorter sums are more
@@ -98,7 +100,7 @@ def float32_precision(terms: int, capability: int, card: str) -> str:
 
 # Cards whose tensor cores multiply float64 as fast as other units multiply float32. Others of the same compute
 # capability, an H20 and an H800, are sixty times slower.
-_FLOAT64_CARDS = frozenset(("h100", "h200", "gh200"))
+_FLOAT64_CARDS = frozenset(("h100", "h200"))
 
 
 @functools.cache

@@ -208,7 +208,7 @@ class Device:
         return self.half_rate if self.half_rate and dtype in HALF_TYPES else self.flop_rate
 
     def fastest_rate(self, dtype: str) -> float:
-        """Return a rate that no product exceeds. On some cards kernels multiply float32 in parts of bfloat16.
+        """Return a rate that no product exceeds. Some kernels multiply float32 in parts of bfloat16, or in float64.
 
         >>> import planner
         >>> a100 = planner.Device.preset("a100")

@@ -144,7 +144,7 @@ def errors(data, k, ways, seeds=range(4)):
 def test_products_by_parts_are_as_accurate_as_float32(data, card):
     """From 256 terms on, the fewest that they are used for; also where float32 has no exponents to spare."""
     for k in (256, *((512, 1024) if examples(0, 1) else ())):
-        way, offered = partial(by_parts, bits=8, pairs=SIX, card=card), float32_precision(k, 80, "")
+        way, offered = partial(by_parts, bits=8, pairs=SIX, card=card), float32_precision(k, 80, "", True)
         theirs, ours = errors(data, k, (sequential, way))
         assert offered == "bf16x6"
         assert ours <= theirs
@@ -161,7 +161,7 @@ def test_other_ways_are_less_accurate():
         assert found > 1.5 * theirs
     theirs, found = errors("large and small", 64, (sequential, six))
     assert found > theirs
-    assert float32_precision(64, 80, "") == "ieee"
+    assert float32_precision(64, 80, "", True) == "ieee"
 
 
 # -- the kernel under Triton's interpreter -----------------------------------------------------------------

@@ -364,6 +364,17 @@ def test_tensor_cores_can_be_refused(monkeypatch, asked, environment, card, term
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.parametrize(
+    ("version", "grouped", "expected"),
+    [("3.6.0", True, "float64"), ("3.7.1", True, "float64"), ("3.6.0", False, "bf16x6"), ("3.8.0", True, "bf16x6"),
+     ("3.10.0", True, "bf16x6"), ("", True, "bf16x6")],
+)  # fmt: skip
+def test_grouped_products_are_in_float64_with_versions_that_were_timed(monkeypatch, version, grouped, expected):
+    monkeypatch.setattr(triton_tiles, "triton_version", lambda: version)
+    monkeypatch.setattr(triton_tiles, "_multiplies_float64", triton_tiles._multiplies_float64.__wrapped__)
+    assert triton_tiles.float32_precision(256, 90, "h200", grouped) == expected
+
+
 def test_large_rows_need_no_order():
     """Each program reads its row's entry of the index: nothing is sorted, also where rows share a factor."""
     random, spec = np.random.default_rng(0), "bij, q[bs]jk -> bsik"
@@ -427,12 +438,14 @@ def test_each_row_of_the_table_computes_its_step(spec, shapes, size, indices):
         ("nij, nik -> q[n]jk", ((200, 1, 128), (200, 1, 128)), 4, "float16"),
         ("nij, nik -> q[n]jk", ((90_000, 1, 16), (90_000, 1, 16)), 4, "float32"),
         ("nij, q[n]jk -> ik", ((300, 2, 8), (5, 8, 8)), 5, "float16"),
+        ("nij, q[n]jk -> nik", ((30_000, 1, 64), (2, 64, 64)), 2, "float32"),
         ("bsd, b q[bsk] d -> bsk", ((2, 30, 16), (2, 40, 16)), 40, "float32"),
         ("nj -> q[n]j", ((90_000, 3),), 7, "float16"),
         ("kbde, embd -> mbk", ((5, 4, 6, 3), (3, 7, 4, 6)), 0, "float32"),
     ],
 )
-def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
+@pytest.mark.parametrize("how", ["ieee", "float64"])
+def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype, how):
     """What each row allocates beside its results; the kernels themselves, which allocate nothing else, are left out.
 
     So is torch's grouped product: it runs on the CPU here, where oneDNN's product of bfloat16 matrices takes scratch of
@@ -444,6 +457,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", _result_of_grouped_mm)
+    monkeypatch.setattr(triton_grouped, "precision", lambda *_: how if dtype == "float32" else "ieee")
     random, table = np.random.default_rng(0), load_backend("torch").table
     operands = [torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype)) for shape in shapes]
     indices = {}

@@ -49,10 +49,10 @@ LAUNCHES = 1
 # The kernels' share of the rate of torch's large products, by bytes of an element. On an H200 it is 0.55 to 0.76 in
 # bfloat16 and 0.8 in float32. That of float64 is an estimate.
 _SHARES = {2: 0.6, 4: 0.8, 8: 0.5}
-# The same for float32 on the tensor cores of float64: 59 TFLOP/s on an H200, where torch's product takes 51. What a
+# The same for float32 on the tensor cores of float64, and the most: an H200 did 59 TFLOP/s, torch's product 51. What a
 # program loads before its first product takes as long as so many terms of each sum: shares were 0.55 to 0.73 of 64
 # terms, 0.69 and 0.89 of 128, 1.06 of 512 and 1.19 of 2,048.
-_FLOAT64_SHARE, _LOADING = 1.15, 50
+_FLOAT64_SHARE, _FLOAT64_RATE, _LOADING = 1.15, 5.9e13, 50
 # Bytes a second that one program loads: where few programs walk along many terms, a card is not filled. On an H200 128
 # programs loaded 1.07 GB in 1.34 ms.
 _PROGRAM_BANDWIDTH = 6.3e9
@@ -93,8 +93,8 @@ def _on_cpu(arguments: Sequence[Any]) -> bool:
 _module = lru_cache(importlib.import_module)
 
 
-def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
-    """Return the FLOP/s of the kernel for a product of these rows, columns and terms.
+def product_rate(device: Device, sides: tuple[int, int, int], dtype: str, grouped: bool = False) -> float:
+    """Return the FLOP/s of the kernel for a product of these rows, columns and terms, by group or not.
 
     A tile has 16 elements a side or more: the product of a matrix and a vector takes 16 times its FLOPs.
 
@@ -103,19 +103,20 @@ def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> flo
     >>> product_rate(h200, (64, 64, 64), "bfloat16") / product_rate(h200, (64, 1, 64), "bfloat16")
     16.0
     """
-    rate, how = device.product_rate(*sides, dtype=dtype), _precision(dtype, sides[2], device)
+    rate, how = device.product_rate(*sides, dtype=dtype), _precision(dtype, sides[2], device, grouped)
     if how == "float64":
-        rate *= _FLOAT64_SHARE * max(1, sides[2]) / (sides[2] + _LOADING)
+        rate = min(rate * _FLOAT64_SHARE, _FLOAT64_RATE) * max(1, sides[2]) / (sides[2] + _LOADING)
     elif how == "bf16x6":  # unless a setting refuses it
         rate = max(rate * _SHARES[4], device.product_rate(*sides, dtype="bfloat16") * PARTS_SHARE)
     else:
         rate *= _SHARES[itemsize(dtype)]
+    # Bounds of the searches assume that no product is faster.
     return min(rate, device.most_product_rate(min(sides), dtype)) / math.prod(map(_padded, sides))
 
 
-def _precision(dtype: str, terms: int, device: Device) -> str:
+def _precision(dtype: str, terms: int, device: Device, grouped: bool) -> str:
     """Return how the kernels form sums of so many products, see `planner.kernels.tiled_product.triton_arithmetic`."""
-    return float32_precision(terms, device.capability, device.name) if dtype == "float32" else "ieee"
+    return float32_precision(terms, device.capability, device.name, grouped) if dtype == "float32" else "ieee"
 
 
 def _padded(side: int) -> float:
@@ -137,7 +138,8 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     rows, _, _ = form.sides
     rows = i if is_chosen(form) and not pair else rows
     # The sums of a row's products have j terms, and k in its gradient; those of a matrix have a term for each row.
-    rate = product_rate(device, (j, k, rows) if form.outer else (rows, j, k) if pair else (rows, k, j), op.dtype)
+    sides = (j, k, rows) if form.outer else (rows, j, k) if pair else (rows, k, j)
+    rate = product_rate(device, sides, op.dtype, pair or not is_chosen(form))
     # Rows that several rows of the product share are read once for each of them.
     shared = n * i * j * size if form.rows_a != form.gather.axes else 0
     shared += n * i * k * size if form.outer and form.rows_b != form.gather.axes else 0
@@ -149,8 +151,10 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     if form.targets is not None:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = pair and covers_pair(j, k, size, _precision(op.dtype, k, device))
-    cut = PAIR_TERMS if fused else CUT
+    fused = pair and covers_pair(j, k, size, _precision(op.dtype, k, device, True))
+    # A card that multiplies float32 in float64 may be planned for under another name.
+    may_fuse = pair and device.capability in (0, 90) and covers_pair(j, k, size, "float64")
+    cut = PAIR_TERMS if fused or may_fuse else CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + shared + 2 * copied + 16 * n
     if pair and not fused:
@@ -246,7 +250,7 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     )
     moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype)
     batch, m, n, k = form.sizes
-    tiles = tiles_of("plain", m, n, k, itemsize(op.dtype))
+    tiles = tiles_of("plain", m, n, k, itemsize(op.dtype), _precision(op.dtype, k, device, False))
     loaded = _PROGRAM_BANDWIDTH * batch * -(-m // tiles.m) * -(-n // tiles.n)
     # Each table is made in a few launches.
     return [

@@ -51,6 +51,7 @@ PROBLEMS: dict[str, tuple[int, int, int, int, int, str, str]] = {
 }
 TINY: dict[str, tuple[int, int, int, int, int, str, str]] = {
     "tiny": (90, 2, 20, 24, 3, "float32", "forward"),
+    "tiny float32 gradients": (90, 1, 20, 24, 3, "float32", "gradients"),
     "tiny gradients": (90, 1, 20, 24, 3, "float16", "gradients"),
 }
 # Changes of the tiles that were chosen. All products of the sweep take each of them, as far as it fits.
@@ -142,7 +143,7 @@ def precisions(name: str, arch: str = "90") -> tuple[str, ...]:
     n, _, j, _, groups, dtype, what = (PROBLEMS | TINY)[name]
     if dtype != "float32":
         return ("ieee",)
-    by_parts = float32_precision(n // groups if what == "outer" else j, int(arch), "") == "bf16x6"
+    by_parts = float32_precision(n // groups if what == "outer" else j, int(arch), "", True) == "bf16x6"
     return ("ieee", *("bf16x6",) * by_parts, *("float64",) * (arch == "90"), "tf32")
 
 
@@ -172,7 +173,7 @@ def with_tiles(change: Mapping[str, int], precision: str) -> Iterator[dict[str, 
 
     from planner.kernels.grouped_matmul import triton_grouped
 
-    def precision_of(x: torch.Tensor, terms: int) -> str:
+    def precision_of(x: torch.Tensor, terms: int, grouped: bool = True) -> str:
         return precision if x.dtype == torch.float32 else "ieee"
 
     with forced(force), mock.patch.object(triton_grouped, "precision", precision_of):
