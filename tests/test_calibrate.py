@@ -357,3 +357,16 @@ def test_the_check_times_the_steps_of_a_slice(small, monkeypatch):
     slices = predictions.check(["equivariant"])
     assert {(t.framework, t.backward) for t in slices} == {(t.framework, t.backward) for t in whole}
     assert all("loop" not in t.lowering and t.measured > 0 for t in slices)
+
+
+def test_measured_rates_of_a_card_keep_its_name(monkeypatch):
+    """How its kernels multiply float32 depends on the name."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.backends.torch import backend
+
+    measured = planner.Device("cuda", flop_rate=5e13, bandwidth=4e12, kind="cuda")
+    monkeypatch.setattr(backend, "load_rates", lambda *_: measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = backend._card(torch.device("cuda"))
+    assert (found.name, found.capability, found.flop_rate) == ("h200", 90, 5e13)
