@@ -116,6 +116,16 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
             assert unpack(edge.key)[:1] >= least[:1], (str(edge.op), least, unpack(edge.key))
 
 
+@settings(max_examples=examples(300, 5000))
+@example(Device("an h200", 1e13, 1e12, kind="cuda", capability=90), (30_000,) * 3, "float32", True)
+@given(DEVICES, st.tuples(SIZES, SIZES, SIZES), st.sampled_from(("float32", "float64", "bfloat16")), st.booleans())
+def test_no_kernel_multiplies_faster_than_bounds_assume(device, sides, dtype, grouped):
+    pytest.importorskip("torch", reason="torch is not installed")
+    from planner.backends.torch.cuda.rows import product_rate
+
+    assert product_rate(device, sides, dtype, grouped) <= device.most_product_rate(min(sides), dtype)
+
+
 @pytest.mark.parametrize("half_rate", [1e9, 1e14])
 def test_sums_of_rows_need_no_tensor_cores(half_rate):
     """A card adds half types up at the rate of float32, also if it multiplies them more slowly."""

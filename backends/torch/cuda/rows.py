@@ -49,9 +49,9 @@ LAUNCHES = 1
 # The kernels' share of the rate of torch's large products, by bytes of an element. On an H200 it is 0.55 to 0.76 in
 # bfloat16 and 0.8 in float32. That of float64 is an estimate.
 _SHARES = {2: 0.6, 4: 0.8, 8: 0.5}
-# The same for float32 on the tensor cores of float64, and the most: an H200 did 59 TFLOP/s, torch's product 51. What a
-# program loads before its first product takes as long as so many terms of each sum: shares were 0.55 to 0.73 of 64
-# terms, 0.69 and 0.89 of 128, 1.06 of 512 and 1.19 of 2,048.
+# float32 on the tensor cores of float64: the share of long sums, and the most FLOP/s. An H200 did 59 TFLOP/s, and 51 in
+# torch's product. Short sums reach less, because a program waits for its first tiles: as long as it takes to add up so
+# many terms. That was fitted to seven products of 64 to 2,048 terms.
 _FLOAT64_SHARE, _FLOAT64_RATE, _LOADING = 1.15, 5.9e13, 50
 # Bytes a second that one program loads: where few programs walk along many terms, a card is not filled. On an H200 128
 # programs loaded 1.07 GB in 1.34 ms.
@@ -93,7 +93,7 @@ def _on_cpu(arguments: Sequence[Any]) -> bool:
 _module = lru_cache(importlib.import_module)
 
 
-def product_rate(device: Device, sides: tuple[int, int, int], dtype: str, grouped: bool = False) -> float:
+def product_rate(device: Device, sides: tuple[int, int, int], dtype: str, grouped: bool = True) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms, by group or not.
 
     A tile has 16 elements a side or more: the product of a matrix and a vector takes 16 times its FLOPs.
@@ -153,7 +153,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = pair and covers_pair(j, k, size, _precision(op.dtype, k, device, True))
     # A card that multiplies float32 in float64 may be planned for under another name.
-    may_fuse = pair and device.capability in (0, 90) and covers_pair(j, k, size, "float64")
+    may_fuse = pair and op.dtype == "float32" and device.capability in (0, 90) and covers_pair(j, k, size, "float64")
     cut = PAIR_TERMS if fused or may_fuse else CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + shared + 2 * copied + 16 * n
@@ -248,7 +248,7 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         for group in groups
         if not flattens(term, layout, [group], op.spec)
     )
-    moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype)
+    moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype, False)
     batch, m, n, k = form.sizes
     tiles = tiles_of("plain", m, n, k, itemsize(op.dtype), _precision(op.dtype, k, device, False))
     loaded = _PROGRAM_BANDWIDTH * batch * -(-m // tiles.m) * -(-n // tiles.n)
