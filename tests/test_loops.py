@@ -27,6 +27,7 @@ from planner.program.loops import covers, parts, resize_plan, slice_counts
 from planner.program.ops import joint_elements
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node
+from planner.search import slicing
 from planner.search.bounds import least_by_sizes, least_of_loops
 from planner.search.parts import _cut_out, axis_part, large_part
 from planner.search.slicing import can_be_cut, worth_cutting
@@ -198,6 +199,36 @@ def test_the_gap_of_a_loop_leaves_room_for_other_loops():
     unknown = dataclasses.replace(plan.cost, bound=None)
     again = dataclasses.replace(plan, programs=dataclasses.replace(plan.programs, cost=unknown))
     assert again.gap == plan.gap > 0.1
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "arrays"),
+    [
+        ("nij, q[n]jk -> nik", [(3283, 64, 64), (400, 64, 128)], {"q": (3283,)}),
+        ("bid, q[bk]d -> bik", [(3585, 8, 128), (677, 128)], {"q": (3585, 128)}),
+        (CLIQUE, [(256, 256)] * 6, {}),
+    ],
+)
+def test_slices_get_no_smaller_once_they_are_much_slower(spec, shapes, arrays, monkeypatch):
+    """All slices down to one element were priced, most of a plan's time; the chosen plans are the same."""
+    priced, plans = [], []
+    price = slicing._LoopSearch._price
+
+    def count(search, axes, trees):
+        priced[-1] += len(trees)
+        return price(search, axes, trees)
+
+    monkeypatch.setattr(slicing._LoopSearch, "_price", count)
+    for rule in ("is_beaten", "is_hopeless", None):
+        with monkeypatch.context() as patch:
+            if rule is not None:
+                patch.setattr(slicing._LoopSearch, rule, lambda *_: False)
+            priced.append(0)
+            plan = planner.plan(spec, *shapes, **arrays, optimize="optimal", backend="torch", device="cpu")
+        plans.append((plan.cost.seconds, plan.cost.peak_bytes))
+    assert plans[0] == plans[1] == plans[2]
+    assert priced[2] <= priced[1]
+    assert priced[2] < priced[0]
 
 
 def test_a_loop_that_is_taken_for_its_memory_has_the_bound_of_loops():

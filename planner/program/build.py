@@ -386,6 +386,7 @@ def build(
         gradients=tuple(gradients.get(i) for i in inputs),
         cost=PlanCost.of(program_cost(steps, peak, retained), backward_cost),
         copies=copies,
+        by_autograd=backward is not None and lower.records is True,
     )
 
 

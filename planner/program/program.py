@@ -97,6 +97,7 @@ class Programs:
         gradients: for each operand, the variable of its gradient or None.
         cost: the cost of both programs.
         copies: what `Backend.kept_copies` returned.
+        by_autograd: whether it was decided that the framework's own autograd runs the steps; see `prefer_autograd`.
     """
 
     variables: tuple[Variable, ...]
@@ -108,11 +109,18 @@ class Programs:
     gradients: tuple[int | None, ...]
     cost: PlanCost
     copies: int | None = None
+    by_autograd: bool = False
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Steps of the forward program, then those of the backward program."""
         return self.forward.steps + (self.backward.steps if self.backward else ())
+
+    @property
+    def given_bytes(self) -> int:
+        """The bytes of what a caller is given at once: the result, or the gradients if they are larger."""
+        gradients = sum(self.variables[v].bytes for v in self.gradients if v is not None)
+        return max(gradients, self.variables[self.result].bytes)
 
     @property
     def has_guards(self) -> bool:

@@ -90,6 +90,7 @@ _NEWER: tuple[tuple[type, str, Any], ...] = (
     (PlanCost, "bound", None),
     (Contraction, "mesh", None),
     (Programs, "copies", None),
+    (Programs, "by_autograd", False),
     (Device, "link_bandwidth", math.inf),
     (Device, "link_seconds", 0.0),
     (Device, "products", ()),

@@ -115,6 +115,7 @@ class _LoopSearch:
         options, self.limits = space.options, limits_of(space.options)
         self.key = plan_key(options.minimize)
         self.rival = None if rival is None else self.key(rival)
+        self.only_time = options.minimize == "time" and not options.limited
         self.steps_left = PRICED_STEPS_LIMITED if options.limited else PRICED_STEPS
         # The steps of many operands are small ones, and the loops over them are many.
         self.large = len(space.operands) > MOST_AUTO
@@ -160,7 +161,7 @@ class _LoopSearch:
             yield from (best, *others)
             assert best.loop is not None
             axes = best.loop.axes
-            if keeps_within(best.cost, self.limits) and len(axes) >= least_axes:
+            if keeps_within(best.cost, self.limits) and (len(axes) >= least_axes or self.is_hopeless(first)):
                 return
 
     def _best_of(self, tried: Sequence[Candidate]) -> list[Candidate]:
@@ -188,11 +189,21 @@ class _LoopSearch:
         return self.steps_left <= 0 or (self.space.ends is not None and time.monotonic() > self.space.ends)
 
     def is_beaten(self, priced: Sequence[Candidate], larger: Sequence[Candidate]) -> bool:
-        """Whether loops are no better than the rival nor than those in larger slices: then smaller ones are worse."""
-        if self.rival is None or not larger:
+        """Whether loops are no better than the rival nor than those in larger slices: then smaller ones are worse.
+
+        Where only time decides, they must be clearly slower than the whole and larger slices: no cache makes up for it.
+        """
+        if not larger:
             return False
         best, before = (min(self.key(candidate.cost) for candidate in some) for some in (priced, larger))
-        return bool(best >= self.rival and best >= before)
+        if self.only_time:
+            return bool(best[0] > CLOSE * max(self.whole.cost.seconds, before[0]))
+        return self.rival is not None and bool(best >= self.rival and best >= before)
+
+    def is_hopeless(self, fastest: Candidate) -> bool:
+        """Whether time alone decides, and the fastest loop so far is not fast enough to be taken."""
+        whole, may_save = self.whole.cost, SAVING * self.whole.given_bytes <= self.whole.cost.peak_bytes
+        return self.only_time and not may_save and fastest.cost.seconds * CLOSE > whole.seconds
 
     def price_another_axis(self, axes: Axes) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
@@ -278,7 +289,9 @@ class _LoopSearch:
                         if priced is None:
                             break
                         yield priced
-                        if self.space.options.limited and larger is not None:
+                        if larger is not None and self.only_time and self.is_beaten([priced], [larger]):
+                            break
+                        if larger is not None and self.space.options.limited:
                             # Smaller slices help no more if the peak is elsewhere, or if they are slower.
                             slower = self.key(priced.cost) >= self.key(larger.cost)
                             enough = keeps_within(priced.cost, self.limits) or self.is_beaten([priced], [larger])
@@ -362,8 +375,7 @@ def _ladder(size: int) -> list[int]:
 
 def allocates_little(programs: Programs) -> bool:
     """Whether programs allocate less than `LARGE_BYTES` besides the result of the contraction, or the gradients."""
-    gradients = sum(programs.variables[v].bytes for v in programs.gradients if v is not None)
-    return programs.cost.peak_bytes - max(gradients, programs.variables[programs.result].bytes) < LARGE_BYTES
+    return programs.cost.peak_bytes - programs.given_bytes < LARGE_BYTES
 
 
 def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
@@ -429,12 +441,9 @@ def _with_loops(
 
 
 def _price_tree(space: SearchSpace, tree: Tree, lower: Lowerer) -> Candidate | None:
-    """Return a tree with loops as a candidate; None if a value lies otherwise in memory than slices were planned for.
+    """Return a tree with loops as a candidate; `lower` chooses the steps outside of them.
 
-    Args:
-        space: the contraction.
-        tree: the tree.
-        lower: what chooses the steps outside of loops.
+    None if a value lies otherwise in memory than slices were planned for.
     """
     programs = space.programs(tree, lower)
     return Candidate(programs, tree, lower, False, "sliced") if lie_as_expected(programs) else None
