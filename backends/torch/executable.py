@@ -27,10 +27,11 @@ from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
 from planner.program.implementations import Table
+from planner.program.loops import plan_of_tree
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
-from planner.program.tree import Tree, flatten, nodes_of, read_by_gradients
+from planner.program.tree import Tree, flatten, keep_nothing, nodes_of, read_by_gradients
 
 # Of so many operands at most is a smaller contraction planned for a repeated gradient. Of more, that can take long.
 MOST_PLANNED_AGAIN = 14
@@ -359,15 +360,16 @@ class Executable:
         return callbacks().make_plan(contraction)
 
     def _executable_for(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> Executable | PlannerLimitError:
-        """Return an executable that keeps nothing, for an output gradient of these strides.
-
-        If none fits the memory limit, return the error that says so.
-        """
-        limit = self.plan.options.memory_limit
-        left = None if limit is None else max(0, limit - self.plan.cost.retained_bytes)
+        """Return an executable that keeps nothing, for a gradient of these strides; or the error that none fits."""
+        options = self.plan.options
+        if options.memory_limit is None:  # to search for what keeps nothing takes ten times as long
+            plan = self._plan(dataclasses.replace(options, retain_limit=None), repeated, strides)
+            lean = plan_of_tree(plan, plan.contraction, keep_nothing(plan.tree), {}, f"{plan.origin}, keeping nothing")
+            return Executable(lean, self.table)
+        left = max(0, options.memory_limit - self.plan.cost.retained_bytes)
         try:
-            lean = dataclasses.replace(self.plan.options, memory_limit=left, retain_limit=0)
-            return Executable(self._plan(lean, repeated, strides), self.table)
+            limited = dataclasses.replace(options, memory_limit=left, retain_limit=0)
+            return Executable(self._plan(limited, repeated, strides), self.table)
         except PlannerLimitError as error:
             return error
 
