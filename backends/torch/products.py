@@ -56,12 +56,17 @@ def product_rows() -> list[Implementation]:
 
     return [
         row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, inexact=("cuda",),
-            least=_sliced_least),
+            alike=lambda op: _axis_of(_find_slices(op)), least=_sliced_least),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
-            inexact=("cuda",), least=_batched_least),
+            inexact=("cuda",), alike=lambda op: _axis_of(_find_batch(op)), least=_batched_least),
         row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
             least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
     ]  # fmt: skip
+
+
+def _axis_of(found: tuple[Any, ...] | str) -> Any:
+    """Return the axis that a row cuts, or None if it refuses the op."""
+    return found[0] if isinstance(found, tuple) else None
 
 
 def _least(op: Op, device: Device, launches: float) -> StepCost:
@@ -179,7 +184,10 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
 
 def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     axis, part = form
-    sizes, (_, m, n, k) = op.spec.by_axis, part.sizes
+    sizes = {
+        e: size for x, term in zip(inputs, op.spec.inputs, strict=True) for e, size in zip(term, x.shape, strict=True)
+    }
+    m, n, k = (math.prod([sizes[e] for e in group]) for group in (part.left, part.right, part.contracted))
     slices = []
     groups_of = ((part.left, part.contracted), (part.contracted, part.right))
     for x, term, groups, shape in zip(inputs, op.spec.inputs, groups_of, ((m, k), (k, n)), strict=True):

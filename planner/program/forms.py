@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from planner.language.cached import cached_by_step
-from planner.language.spec import Gather, Spec, entry_axes, plain_axes, term_axes, term_gathers
+from planner.language.spec import Gather, Spec, entry_axes, indexed_dims, plain_axes, term_axes, term_gathers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def first_is_larger(spec: Spec) -> bool:
 
 
 def order_depends_on_sizes(spec: Spec) -> bool:
-    """Return whether a step is a product whose operands have the summed axes in different orders."""
+    """Return whether a step without gathers is a product whose operands have the summed axes in different orders."""
     form = product_form(spec)
     if form is None:
         return False
@@ -112,6 +112,19 @@ def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
     order = dict.fromkeys((*term_axes(term_gathers(spec.output)), *plain_axes(spec.output), *a, *b))
     output = tuple(axis for axis in order if axis in wanted and (axis in a or axis in b))
     return Spec((a, b), output, spec.sizes)
+
+
+def product_of_rows(spec: Spec) -> Spec:
+    """Return the plain product within a product with gathers, see `inner_product`; of other steps their own spec."""
+    if len(spec.inputs) != 2 or not spec.gathers:
+        return spec
+    read = []
+    for term in spec.inputs:
+        rows, indexed = term_axes(term_gathers(term)), indexed_dims(term)
+        read.append(tuple(dict.fromkeys((*rows, *[str(e) for d, e in enumerate(term) if d not in indexed]))))
+    out = term_axes(spec.output)
+    a, b = (tuple([axis for axis in axes if axis in other or axis in out]) for axes, other in (read, read[::-1]))
+    return inner_product(spec, (a, b))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ def form_row(
     layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
     refuses: Callable[[Op], str | None] = lambda op: None,
     any_sizes: bool = False,
+    alike: Callable[[Op], Any] | None = None,
     **fields: Any,
 ) -> Implementation:
     """Return a row for steps of one form.
@@ -119,6 +120,7 @@ def form_row(
         layouts: the same.
         refuses: returns why the row cannot run a step of the form, or None.
         any_sizes: see `PreparedRun`.
+        alike: the same.
         fields: other fields of the row.
     """
 
@@ -131,7 +133,7 @@ def form_row(
         name,
         lambda op: refusal_of(find(op)) or refuses(op),
         lambda op, device: device.price(*work(op, form_of(op), device)),
-        PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes),
+        PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes, alike),
         bounded=True,
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
@@ -250,8 +252,21 @@ class Table:
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
-        runs = (self.rows[step.choice.lowering].run for step in steps)
-        return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
+        return self.alike(steps) == []
+
+    def alike(self, steps: Iterable[Step]) -> list[tuple[Op, Callable[[Op], Any]]] | None:
+        """Return ops of steps, and what ops of other sizes must agree on with each to be run as it is.
+
+        None if a step runs at its own sizes only.
+        """
+        found = []
+        for step in steps:
+            run = self.rows[step.choice.lowering].run
+            if not isinstance(run, PreparedRun) or not (run.any_sizes or run.alike):
+                return None
+            if run.alike is not None:
+                found.append((step.op, run.alike))
+        return found
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
