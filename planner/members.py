@@ -6,6 +6,7 @@ kind shows where in the shapes of the arrays each size stands.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ from planner.language.derive import resize_spec
 from planner.language.options import MODES
 from planner.program.calls import Member, RunPlan, SizeReader
 from planner.program.contraction import Contraction
-from planner.program.forms import first_is_larger, order_depends_on_sizes
+from planner.program.forms import first_is_larger, order_depends_on_sizes, product_of_rows
 from planner.program.frameworks import Backend
+from planner.program.ops import Op
 from planner.program.plan import PlanRecord
-from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
+from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long
 from planner.search.family import wide_axes as axes_of_wide_classes
 
 
@@ -65,6 +67,7 @@ class _Family:
         given: the axes and gathers whose sizes the calls give, as the family's plan has them.
         bind: what `Backend.bind_family` made of the family's plan.
         plan: the family's plan.
+        alike: ops of its steps, and what the same ops of members must agree on with each, see `Table.alike`.
     """
 
     def __init__(
@@ -74,25 +77,29 @@ class _Family:
         given: Sequence[Any],
         bind: Callable[[Member], RunPlan],
         plan: PlanRecord,
+        alike: Sequence[tuple[Op, Callable[[Op], Any]]],
     ) -> None:
         self.reader, self.bind = reader, bind
-        specs = dict.fromkeys(step.op.spec for step in plan.steps)
+        self.alike = [(op, asked, asked(op)) for op, asked in alike]
+        specs = dict.fromkeys(product_of_rows(step.op.spec) for step in plan.steps)
         self.ordered = [spec for spec in specs if order_depends_on_sizes(spec)]
         self.numbers = [(entry, sizes.first.index(first)) for entry, (first, *_) in reader.places(given).items()]
 
     def member(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> RunPlan | None:
-        """Return the function that runs a member; None for one that sums axes in another order than the family does.
+        """Return the function that runs a member; None for one that sums axes in another order, or cuts other axes.
 
         Args:
             sizes: what `_Sizes.read` returned.
             shapes: the shapes of operands and index arrays.
         """
-        by_entry = {entry: sizes[number] for entry, number in self.numbers}
+        member = self.reader.member_of({entry: sizes[number] for entry, number in self.numbers}, shapes)
         for spec in self.ordered:
-            known = spec.by_axis.keys() <= by_entry.keys()
-            if not known or first_is_larger(resize_spec(spec, by_entry)) != first_is_larger(spec):
+            if first_is_larger(resize_spec(spec, member.sizes)) != first_is_larger(spec):
                 return None
-        return self.bind(self.reader.member_of(by_entry, shapes))
+        for op, asked, answer in self.alike:
+            if asked(dataclasses.replace(op, spec=resize_spec(op.spec, member.sizes))) != answer:
+                return None
+        return self.bind(member)
 
 
 # What reads the sizes of calls, by request, facts of the arrays, and the dimensions of size 1.
@@ -156,12 +163,13 @@ def bind_first_member(
         maker, family = None, families.get(key[1])
         if family is None and key[1] != WIDE:
             return None
-        plan = family.plan if family is not None and family.settled else None
-        if plan is not None and is_small(plan) and backend.table.runs_any_sizes(plan.steps):
-            bind = backend.bind_family(plan)
-            if bind is not None:
+        if family is not None and family.settled and not family.searches_loops:
+            plan = family.plan
+            alike = backend.table.alike(plan.steps)
+            bind = None if alike is None else backend.bind_family(plan)
+            if alike is not None and bind is not None:
                 reader = SizeReader(plan.resolved.spec, contraction, names)
-                maker = _Family(reader, sizes, reader.given(given), bind, plan)
+                maker = _Family(reader, sizes, reader.given(given), bind, plan, alike)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
             return maker.member(found, shapes)

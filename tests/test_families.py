@@ -4,20 +4,24 @@ import gc
 import random
 import tracemalloc
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import planner.api
 import planner.run
 from planner import Operand
+from planner.bench.corpus import corpus
 from planner.cost import store
 from planner.inspect.memory import torch_memory
 from planner.search.choose import make_plan
 from planner.search.family import FAMILIES, WIDE, Family, family_of
+from planner.search.slicing import LARGE_BYTES
 
 # Specs with the letters of each operand's sizes; capitals are gathered dimensions, and index arrays follow. 1 is a
 # dimension that is broadcast.
@@ -116,16 +120,16 @@ def test_a_family_that_is_not_good_for_all_members_is_split(monkeypatch):
     case = ("ij, jk, kl -> il", {"i": 100, "j": 20, "k": 30, "l": 40}, False)
     tried = []
 
-    def find(top, low, wide):
-        tried.append(dict(top.resolved.spec.sizes)["i"])
-        return Family(make_plan(top), settled=len(tried) == 3)
+    def find(plan, low, wide, won):
+        tried.append(dict(plan.resolved.spec.sizes)["i"])
+        return Family(plan, settled=len(tried) == 3)
 
     FAMILIES.clear()
-    monkeypatch.setattr("planner.search.family._found", find)
+    monkeypatch.setattr("planner.search.family._judged", find)
     assert "for the family of i=112," in plan_of(case).origin
     assert tried == [128, 128, 112]
     FAMILIES.clear()
-    monkeypatch.setattr("planner.search.family._found", lambda top, low, wide: Family(make_plan(top), settled=False))
+    monkeypatch.setattr("planner.search.family._judged", lambda plan, low, wide, won: Family(plan, settled=False))
     assert plan_of(case).proven
     FAMILIES.clear()
 
@@ -290,6 +294,106 @@ def test_a_new_member_of_a_known_family_makes_no_plan(monkeypatch):
     result = planner.contract("ij, jk -> ik", torch.ones(101, 40), w)
     assert result.shape == (101, 50)
     result.sum().backward()
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_new_sizes_of_public_products_make_no_search(needs, monkeypatch):
+    """A third size once took milliseconds for 25 of 382. A few still do, because their leanness ends within a class."""
+    rows = [row for row in corpus("overhead") if row.grow]
+    rows = random.Random(0).sample(rows, examples(len(rows) // 7, len(rows)))
+    searched = set()
+    for row in rows:
+        forget()
+        search = Mock(side_effect=make_plan)
+        for number, size in enumerate((115, 126, 118)):  # one class of the narrowest
+            sized = row.resized(**{row.grow[0]: size})
+            operands = [x.requires_grad_(needs) for x in sized.operands("torch", seed=0)]
+            with monkeypatch.context() as patch:
+                if number == 2:
+                    patch.setattr("planner.search.family.make_plan", search)
+                result = planner.contract(row.spec, *operands, **sized.options, **sized.indices("torch", seed=0))
+                if needs:
+                    result.sum().backward()
+        if search.called:
+            searched.add(row.spec)
+    assert len(searched) <= len(rows) // 20
+
+
+def test_new_sizes_of_large_products_are_not_searched_for_loops(monkeypatch):
+    """Each took 50 to 250 ms. The loops of the largest member are searched for all."""
+    spec, shapes = "nij, q[n]jk -> nik", [(3283, 64, 64), (400, 64, 128)]
+    forget()
+    first = planner.plan(spec, *shapes, q=(3283,), backend="torch", device="cpu")
+    assert first.loop is None
+    assert first.cost.peak_bytes > LARGE_BYTES
+    monkeypatch.setattr("planner.search.choose.loop_candidates", None)
+    second = planner.plan(spec, (3000, 64, 64), (350, 64, 128), q=(3000,), backend="torch", device="cpu")
+    assert "family" in second.origin
+    assert second.path == first.path
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_members_of_a_family_whose_largest_takes_a_loop_may_take_one(needs):
+    forget()
+    operands = [Operand(shape, requires_grad=needs) for shape in [(3585, 8, 128), (677, 128)]]
+    plan = planner.plan("bid, q[bk]d -> bik", *operands, q=(3585, 128), backend="torch", device="cpu")
+    family = family_of(plan.contraction)
+    assert plan.loop is not None
+    assert family is None or family.searches_loops
+
+
+def test_a_family_whose_search_for_loops_is_interrupted_is_not_remembered(monkeypatch):
+    def plan(n):
+        return planner.plan("nij, q[n]jk -> nik", (n, 64, 64), (400, 64, 128), q=(n,), backend="torch", device="cpu")
+
+    def interrupted(*_):
+        yield from ()
+        raise KeyboardInterrupt
+
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.search.choose.loop_candidates", interrupted)
+        assert plan(3283).origin.startswith("interrupted")
+    again = plan(3283)
+    assert not again.origin.startswith("interrupted")
+    assert not family_of(again.contraction).searches_loops
+    forget()
+    assert plan(3283).to_json() == again.to_json()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("kli, lkj -> ij", [(20, 244, 83), (244, 20, 38)]),  # its largest member cuts the other summed axis
+        ("bhid, jd -> bhij", [(126, 4, 16, 32), (31, 32)]),
+        ("bnd, nk -> bkd", [(118, 32, 32), (32, 8)]),
+    ],
+)
+def test_members_that_sum_batches_or_slices_hold_what_their_own_plans_say(spec, shapes):
+    forget()
+    operands = [torch.ones(shape) for shape in shapes]
+    planner.contract(spec, *[torch.ones([size + 1 for size in shape]) for shape in shapes])
+    expected = torch.einsum(spec.replace(" ", ""), *operands)
+    assert torch.equal(planner.contract(spec, *operands), expected)
+    measured = torch_memory(lambda: planner.contract(spec, *operands))[1]
+    assert measured.peak_bytes <= planner.plan(spec, *operands).cost.peak_bytes
+
+
+def test_members_whose_other_operand_is_the_larger_one_copy_what_their_own_plans_say():
+    forget()
+    x, y = torch.ones(32, 3, 64, 17, requires_grad=True), torch.ones(64, 64, 3, 32, requires_grad=True)
+    arrays = {"q": torch.arange(256) % 32, "p": torch.arange(256) % 64}
+    spec = "q[n]abi, p[n]bak -> nik"
+    planner.contract(spec, x, y, **arrays)
+    measured = torch_memory(lambda: planner.contract(spec, x, y, **arrays))[1]
+    assert measured.peak_bytes <= planner.plan(spec, x, y, **arrays).cost.peak_bytes
+
+
+def test_a_loop_that_is_a_little_faster_than_a_lean_plan_is_not_taken():
+    """Each new size was searched for loops, 28 ms for a call of 0.5 ms."""
+    plan = planner.plan("zi, zj, ijk -> zk", (9000, 3), (9000, 5), (3, 5, 7), backend="torch", device="cpu")
+    assert plan.loop is None
+    assert family_of(plan.contraction) is not None
 
 
 @pytest.mark.parametrize("shapes", [((101, 40), (41, 50)), ((101, 40), (39, 50))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,20 +11,25 @@ from typing import Any
 import numpy as np
 
 import planner
+from planner.bench.corpus import corpus
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
 from planner.tune.timing import timed
 
-# How many sizes each loop has.
-SIZES = 300
+# How many sizes each loop has, and each row of the corpus: some that find the classes, and those that are timed.
+SIZES, FIRST, TIMED = 300, 8, 17
+# What a new size may take above the same call again, in seconds: without gradients, and with.
+MOST = (6e-5, 1.2e-4)
 # From a size to our call and the peer's, which take turns, and to the tensors whose gradients they accumulate.
 Make = Callable[[int], tuple[Callable[[], Any], Callable[[], Any], Sequence[Any]]]
 
 
 def families(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Time five loops in which every call has a size that was not seen before."""
+    """Time five loops in which every call has a size that was not seen before, and such calls of the whole corpus."""
     if framework != "torch":
         return
+    for needs in (False, True):
+        yield from _public(needs)
     for name, (make, low, high) in _loops().items():
         planner.caches().clear()
         make(7)[0]()  # what the first call imports does not count
@@ -46,9 +52,41 @@ def families(framework: Framework, settings: Settings) -> Iterator[Result]:
         first, again = (statistics.median(times[label]) for label in (OURS, "again"))
         what = f"{name}: a call of a new size, times the same call again"
         yield Result(
-            "families", framework, what, 1 + 1.2e-4 / again, first / again, at_most=True,
+            "families", framework, what, 1 + MOST[1] / again, first / again, at_most=True,
             medians={"new": first, "again": again}, rounds=SIZES,
         )  # fmt: skip
+
+
+def _public(needs: bool) -> Iterator[Result]:
+    """Time calls of new sizes for each row of the corpus of which a letter grows, at the scale "overhead"."""
+    extra: dict[str, float] = {}
+    for row in corpus("overhead"):
+        if not row.grow:
+            continue
+        letter, known = row.grow[0], {**row.sizes, **row.pools}
+        least, draw, more = max(known[letter], 17), random.Random(row.spec), []
+        for size in draw.sample(range(least, 2 * least + 60), FIRST + TIMED):
+            sized = row.resized(**{letter: size})
+            operands = [x.requires_grad_(needs) for x in sized.operands("torch", seed=0)]
+            call = partial(_call, sized.spec, operands, needs, {**sized.options, **sized.indices("torch", seed=0)})
+            first, again = timed(call)[1], min(timed(call)[1] for _ in range(2))
+            more.append(first - again)
+        extra[row.name] = statistics.median(more[FIRST:])
+    slow = sum(seconds > 2 * MOST[needs] for seconds in extra.values())
+    what = (
+        f"a new size of {len(extra)} public strings{' with gradients' * needs}: the median, above the same call again"
+    )
+    yield Result(
+        "families", "torch", what, MOST[needs], statistics.median(extra.values()), unit="s", at_most=True, rounds=TIMED
+    )
+    what = f"the greatest such median; {slow} of {len(extra)} are above {2e3 * MOST[needs]:.2f} ms"
+    yield Result("families", "torch", what, 1e-3, max(extra.values()), unit="s", at_most=True, rounds=TIMED)
+
+
+def _call(spec: str, operands: Sequence[Any], needs: bool, others: Any) -> None:
+    result = planner.contract(spec, *operands, **others)
+    if needs:
+        result.sum().backward()
 
 
 def _loops() -> dict[str, tuple[Make, int, int]]:

@@ -14,6 +14,7 @@ from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
+from planner.program.loops import least_seconds
 from planner.program.ops import Op
 from planner.program.plan import NAIVE, PlanRecord
 from planner.program.program import Programs
@@ -22,7 +23,7 @@ from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.many.searches import run_searches
 from planner.search.refine import is_fastest_kept, keep_inputs, order_children, prefer_autograd, quicken_steps
-from planner.search.slicing import allocates_little, fastest, loop_candidates
+from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
 
@@ -95,6 +96,7 @@ def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
 def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     """Return the plan, or the fastest that allocates, or with gradients retains, no more than the naive plan does.
 
+    A loop over slices comes in place of a plan without one only if it is `CLOSE` times as fast.
     Callers who replace einsum must not run out of memory. Those who set a limit have said what they have. Where einsum
     is compiled too, the naive plan is taken if it needs no more memory and is predicted to take about as long.
     """
@@ -116,12 +118,26 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     limits = Limits(None, most) if trains else Limits(most, None)
     # With gradients the naive plan is priced with copies that only torch's autograd keeps.
     found = [] if trains and not compiles else [naive]
-    with contextlib.suppress(PlannerLimitError):
-        limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
-        found.append(make_plan(dataclasses.replace(contraction, options=limited), loops=loops))
-    if not found:
-        return plan
-    return _in_place_of(plan, min(found, key=lambda each: plan_key("time")(each.cost)), "as lean as einsum")
+    limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
+    contraction = dataclasses.replace(contraction, options=limited)
+    # No loop is expected to beat the fastest plan without limits plus the overhead of its slices.
+    enough = CLOSE * (least + least_seconds(contraction))
+    for in_loops in (False, True) if loops and options.optimize == "auto" else (loops,):
+        if in_loops and options.optimize == "auto" and found and _fastest(found).cost.seconds < enough:
+            break
+        with contextlib.suppress(PlannerLimitError):
+            found.append(make_plan(contraction, loops=in_loops))
+            if found[-1].origin.startswith("interrupted"):
+                return _in_place_of(plan, found[-1], "as lean as einsum")
+    return _in_place_of(plan, _fastest(found), "as lean as einsum") if found else plan
+
+
+def _fastest(plans: Sequence[PlanRecord]) -> PlanRecord:
+    """Return the plan that takes the least time; one with a loop only if it is `CLOSE` times as fast as the others."""
+    key = plan_key("time")
+    best = min(plans, key=lambda plan: key(plan.cost))
+    whole = min((plan for plan in plans if plan.loop is None), key=lambda plan: key(plan.cost), default=best)
+    return best if CLOSE * best.cost.seconds <= whole.cost.seconds else whole
 
 
 def _is_compared(contraction: Contraction) -> bool:

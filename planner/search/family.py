@@ -6,12 +6,13 @@ the *representative* of all those that round to it, and the search runs for it a
 only, and not on what was planned before.
 
 A *member* takes the representative's tree. Each of its steps takes the implementation that the representative has
-there, unless it refuses the member's own sizes: then the step takes the best of the others. Layouts, peaks and loops
-over slices are the member's own.
+there, unless it refuses the member's own sizes: then the step takes the best of the others. Layouts and peaks are the
+member's own. It is searched for loops over slices only where a loop is the best for the representative.
 
 Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
 classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
-wide: they are split in two, then in four, and in the end the member is searched for itself.
+wide: they are split in two, then in four. Classes split in four may be worse by `CLOSE` instead. In the end the member
+is searched for itself.
 
 Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
 which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
@@ -40,8 +41,8 @@ from planner.program.ops import Einsum, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
 from planner.search.choose import is_as_lean_as_einsum, make_plan
-from planner.search.refine import prefer_autograd
-from planner.search.slicing import LARGE_BYTES
+from planner.search.refine import call_seconds, prefer_autograd
+from planner.search.slicing import CLOSE, LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
 
 # Sizes up to this are classes of their own.
@@ -50,7 +51,8 @@ EXACT = 16
 # classes of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
 WIDE, OCTAVES, MOST_OPERANDS = 0, 5, 2
 PARTS = (WIDE, 1, 2, 4)
-# A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
+# A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds. In
+# the narrowest classes that is `CLOSE`: a search would cost more time than many calls save.
 WON = 1.1
 # How many families are remembered.
 MOST_FAMILIES = 512
@@ -63,14 +65,18 @@ class Family:
     Attributes:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
-            `WON` times as long as the best tree that a search of its own finds, or not all trees can be searched.
+            `WON`, or `CLOSE`, times as long as the best tree that a search of its own finds, or not all trees can be
+            searched.
         loops: whether the best plan at an end of the classes is a loop over slices, which is faster than `plan`. Then
             narrower classes are not tried.
+        searches_loops: whether members are searched for loops over slices: whether a loop is the best with the tree at
+            the largest sizes. Smaller members have less memory and time to save, as a rule.
     """
 
     plan: PlanRecord
     settled: bool
     loops: bool = False
+    searches_loops: bool = False
 
 
 T = TypeVar("T")
@@ -92,7 +98,7 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
     family = family_of(contraction)
     if family is None:
         return make_plan(contraction)
-    return make_plan(contraction, partial(_at_sizes_of, family.plan))
+    return make_plan(contraction, partial(_at_sizes_of, family.plan), family.searches_loops)
 
 
 def family_of(contraction: Contraction) -> Family | None:
@@ -107,7 +113,7 @@ def _with_takes_merged(plan: PlanRecord, space: SearchSpace) -> Candidate:
 
 
 def is_small(plan: PlanRecord) -> bool:
-    """Whether no member of the representative of a plan is considered for a loop over slices."""
+    """Whether the plan of the largest member, and so that of each member, is too small for a loop over slices."""
     return plan.cost.peak_bytes < LARGE_BYTES
 
 
@@ -123,7 +129,7 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
         return tried  # all sizes are classes of their own
     if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
         return tried
-    wide = first_long(wide_axes(contraction), spec.by_axis)
+    wide, plans = first_long(wide_axes(contraction), spec.by_axis), dict[Contraction, PlanRecord]()
     for parts in PARTS:
         if parts == WIDE and (wide is None or _has_kernels(contraction)):
             continue
@@ -135,7 +141,10 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
             low = _resize(contraction, _Classes(contraction.device.kind, parts, "low", wide))
             if low is None:
                 return tried
-            family = _found(top, low, parts == WIDE)
+            if top not in plans:
+                plans[top] = make_plan(top, loops=False)
+            won = CLOSE if parts == PARTS[-1] else WON
+            family = _with_loops(_judged(plans[top], low, parts == WIDE, won))
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried[parts] = family
@@ -216,9 +225,16 @@ class _Classes:
         return next(n for n in sizes if math.gcd(n, EXACT) == math.gcd(size, EXACT))
 
 
-def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
-    """Search for a family's plan, and find out whether it is as lean and fast for the smallest members too."""
-    plan, space = make_plan(top, loops=False), SearchSpace(low)
+def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Family:
+    """Find out whether the largest member's plan is as lean as einsum, and fast, for the smallest member too.
+
+    Args:
+        plan: the plan.
+        low: the smallest member.
+        wide: whether the classes are wide.
+        won: how many times as long as its best plan it may take.
+    """
+    space = SearchSpace(low)
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, not wide)
@@ -234,34 +250,53 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return space.table.price(lowering, op, space.device)
 
     steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
-    if any(space.requires) or not only_tree:
-        smallest = _with_steps(plan, space, sizes, steps)
-        if prefer_autograd(space, smallest) is not smallest:
-            return Family(plan, False)
-    if only_tree and all(lower(op) is choice for op, choice in steps):
+    if only_tree and not any(space.requires) and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
-    wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
-    if only_tree:
-        return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
+    smallest = _with_steps(plan, space, sizes, steps)
+    if prefer_autograd(space, smallest, won) is not smallest:
+        return Family(plan, False)
+    taken = sum((choice or lower(op)).cost.picoseconds for op, choice in steps)
+    wanted = math.ceil(taken / won - 1e12 * _beside(plan, smallest, space))
+    if only_tree and sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted:
+        return Family(plan, True)
     member = PlanRecord.of_contraction(
         low, tree=smallest.tree, programs=smallest.programs, proven=False, origin=smallest.origin
     )
     if not is_as_lean_as_einsum(member):
         return Family(plan, False)
     try:
-        if not space.has_quicker(wanted, AUTO):
+        if not only_tree and not space.has_quicker(wanted, AUTO):
             return Family(plan, True)
     except SearchLimitError:
         return Family(plan, not wide)
     # The quicker tree may need more memory than einsum, or copies that its search does not see. But a loop over slices
     # may be as quick, and lean.
-    for ours, end in ((member, low), (plan, top)):
+    for ours, end in ((member, low), (plan, plan.contraction)):
         best = make_plan(end)
         if best.origin.startswith("interrupted"):
             return Family(best, False)
-        if ours.cost.seconds > WON * best.cost.seconds:
+        if call_seconds(end, ours) > won * call_seconds(end, best):
             return Family(plan, False, best.loop is not None)
     return Family(plan, True)
+
+
+def _with_loops(family: Family) -> Family:
+    """Return a family that knows whether its members are searched for loops."""
+    if not family.settled or is_small(family.plan):
+        return family
+    largest = make_plan(family.plan.contraction, partial(_at_sizes_of, family.plan))
+    if largest.origin.startswith("interrupted"):
+        return Family(dataclasses.replace(family.plan, origin=largest.origin), True)
+    return dataclasses.replace(family, searches_loops=largest.loop is not None)
+
+
+def _beside(plan: PlanRecord, smallest: Candidate, space: SearchSpace) -> float:
+    """Return the overhead of a call that planner runs itself, which a plan run by autograd lacks; 0 for other plans."""
+    if not _runs_by_autograd(plan):
+        return 0.0
+    programs = space.programs(smallest.tree, space.lowerer("time"))
+    run_by_planner = dataclasses.replace(smallest, programs=programs)
+    return call_seconds(space.contraction, run_by_planner) - programs.cost.seconds
 
 
 def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
@@ -309,10 +344,15 @@ def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
 def _with_steps(representative: PlanRecord, space: SearchSpace, sizes: Sizes, steps: Steps) -> Candidate:
     """Return the representative's plan at the sizes of a member, from its steps at these sizes."""
     fixed = {op: choice for op, choice in steps if choice is not None}
-    lower = space.lowerer("time", fixed, representative.programs.copies is not None)
+    lower = space.lowerer("time", fixed, _runs_by_autograd(representative))
     tree = resize_nodes(representative.tree, sizes)
     origin = _origin(representative, space.contraction)
     return Candidate(space.programs(tree, lower), tree, lower, False, origin)
+
+
+def _runs_by_autograd(plan: PlanRecord) -> bool:
+    """Whether autograd runs a plan's steps, and holds what it holds."""
+    return plan.programs.by_autograd or plan.programs.copies is not None
 
 
 def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Sizes:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
+from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
@@ -67,8 +69,10 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     return best
 
 
-def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
+def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
+
+    Another one is returned only if the candidate takes more than `won` times as long.
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
     naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
@@ -78,15 +82,10 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
     free = not options.limited and options.minimize == "time"
     if back is None or backend.call_seconds is None or not free or options.optimize != "auto":
         return best
-
-    def seconds(candidate: Candidate) -> float:
-        assert backend.call_seconds is not None
-        beside = backend.call_seconds(space.contraction, candidate.tree, candidate.programs)
-        return candidate.cost.seconds + (beside or 0.0)
-
-    least = seconds(best)
+    least = call_seconds(space.contraction, best)
     if least == best.cost.seconds:
         return best
+    least /= won
     rows = backend.autograd_rows or {}
     among = frozenset(rows)
 
@@ -104,9 +103,19 @@ def prefer_autograd(space: SearchSpace, best: Candidate) -> Candidate:
         is_einsum = naive is not None and tree == naive.tree and not gathers
         lean = keeps_within(found.cost, most)
         wanted = least if lean else _WORTH_MEMORY * least
-        if (lean or is_einsum) and found.cost.seconds < wanted and seconds(found) < wanted:
-            best, least = found, seconds(found)
+        if (lean or is_einsum) and found.cost.seconds < wanted:
+            taken = call_seconds(space.contraction, found)
+            if taken < wanted:
+                best, least = found, taken
     return best
+
+
+def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:
+    """Return what a call of a candidate or plan takes: its steps, and what the framework takes beside them."""
+    beside = load_backend(contraction.backend).call_seconds
+    if beside is None or found.programs.backward is None:
+        return found.cost.seconds
+    return found.cost.seconds + (beside(contraction, found.tree, found.programs) or 0.0)
 
 
 def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
