@@ -202,14 +202,14 @@ def test_the_gap_of_a_loop_leaves_room_for_other_loops():
 
 
 @pytest.mark.parametrize(
-    ("spec", "shapes", "arrays"),
+    ("spec", "shapes", "arrays", "hopeless"),
     [
-        ("nij, q[n]jk -> nik", [(3283, 64, 64), (400, 64, 128)], {"q": (3283,)}),
-        ("bid, q[bk]d -> bik", [(3585, 8, 128), (677, 128)], {"q": (3585, 128)}),
-        (CLIQUE, [(256, 256)] * 6, {}),
+        ("nij, q[n]jk -> nik", [(3283, 64, 64), (400, 64, 128)], {"q": (3283,)}, True),  # the result is half the peak
+        ("bid, q[bk]d -> bik", [(3585, 8, 128), (677, 128)], {"q": (3585, 128)}, False),
+        (CLIQUE, [(256, 256)] * 6, {}, False),
     ],
 )
-def test_slices_get_no_smaller_once_they_are_much_slower(spec, shapes, arrays, monkeypatch):
+def test_slices_get_no_smaller_once_they_are_much_slower(spec, shapes, arrays, hopeless, monkeypatch):
     """All slices down to one element were priced, most of a plan's time; the chosen plans are the same."""
     priced, plans = [], []
     price = slicing._LoopSearch._price
@@ -227,8 +227,8 @@ def test_slices_get_no_smaller_once_they_are_much_slower(spec, shapes, arrays, m
             plan = planner.plan(spec, *shapes, **arrays, optimize="optimal", backend="torch", device="cpu")
         plans.append((plan.cost.seconds, plan.cost.peak_bytes))
     assert plans[0] == plans[1] == plans[2]
-    assert priced[2] <= priced[1]
     assert priced[2] < priced[0]
+    assert (priced[2] < priced[1]) == hopeless
 
 
 def test_a_loop_that_is_taken_for_its_memory_has_the_bound_of_loops():
