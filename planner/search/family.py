@@ -256,7 +256,7 @@ def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Famil
     if prefer_autograd(space, smallest, won) is not smallest:
         return Family(plan, False)
     taken = sum((choice or lower(op)).cost.picoseconds for op, choice in steps)
-    wanted = math.ceil(taken / won - 1e12 * _beside(plan, smallest, space))
+    wanted = math.ceil(taken / won)
     if only_tree and sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted:
         return Family(plan, True)
     member = PlanRecord.of_contraction(
@@ -288,15 +288,6 @@ def _with_loops(family: Family) -> Family:
     if largest.origin.startswith("interrupted"):
         return Family(dataclasses.replace(family.plan, origin=largest.origin), True)
     return dataclasses.replace(family, searches_loops=largest.loop is not None)
-
-
-def _beside(plan: PlanRecord, smallest: Candidate, space: SearchSpace) -> float:
-    """Return the overhead of a call that planner runs itself, which a plan run by autograd lacks; 0 for other plans."""
-    if not _runs_by_autograd(plan):
-        return 0.0
-    programs = space.programs(smallest.tree, space.lowerer("time"))
-    run_by_planner = dataclasses.replace(smallest, programs=programs)
-    return call_seconds(space.contraction, run_by_planner) - programs.cost.seconds
 
 
 def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
