@@ -9,7 +9,8 @@ from conftest import Clock, installed_frameworks
 from engines import ENGINES
 
 import planner
-from planner.bench import choices, command, dense, report, timing
+from planner.bench import choices, command, dense, families, report, timing
+from planner.bench.corpus import corpus
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS
 
@@ -188,3 +189,15 @@ def test_compare_says_what_it_cannot_run(capsys):
     assert "'q' indexes 5 and 3" in refusal("q[n]j, q[n]k -> njk", "5x2", "3x2", "--index", "q=4")
     assert "no index array 'q' fits" in refusal("q[n]j -> nj", "0x2", "--index", "q=4")
     assert "no index array 'q' fits" in refusal("n -> q[n]", "4", "--index", "q=4", "--size", "q=0")
+
+
+def test_new_sizes_of_public_strings_are_timed_above_the_same_call_again(monkeypatch):
+    rows = [row for row in corpus("overhead") if row.grow][:2]
+    monkeypatch.setattr(families, "corpus", lambda scale: rows)
+    monkeypatch.setattr(families, "_loops", dict)
+    results = list(families.families("torch", Settings()))
+    assert ["with gradients" in result.what for result in results[::2]] == [False, True]
+    assert all("above the same call again" in result.what for result in results[::2])
+    assert all(result.unit == "s" and result.at_most for result in results)
+    assert results[0].measured <= results[1].measured
+    assert list(families.families("jax", Settings())) == []
