@@ -1,5 +1,6 @@
 """Families: plans that differ in sizes only share one search, and are as good as if each were searched for."""
 
+import dataclasses
 import gc
 import random
 import tracemalloc
@@ -370,6 +371,16 @@ def test_a_family_whose_search_for_loops_is_interrupted_is_not_remembered(monkey
     assert not family_of(again.contraction).searches_loops
     forget()
     assert plan(3283).to_json() == again.to_json()
+
+
+def test_no_search_begins_after_an_interrupted_one_for_a_plan_as_lean_as_einsum(monkeypatch):
+    case = ("q[n]c, nc -> n", {"n": 3615, "c": 128, "G": 116}, False)
+    lean = make_plan(plan_of(case).contraction)
+    assert "as lean as einsum" in lean.origin
+    search = Mock(return_value=dataclasses.replace(lean, origin="interrupted: exact"))
+    monkeypatch.setattr("planner.search.choose.make_plan", search)
+    assert make_plan(lean.contraction).origin.startswith("interrupted: exact")
+    assert search.call_count == 1
 
 
 @pytest.mark.parametrize(
