@@ -255,7 +255,7 @@ class Table:
         return self.alike(steps) == []
 
     def alike(self, steps: Iterable[Step]) -> list[tuple[Op, Callable[[Op], Any]]] | None:
-        """Return ops of steps, and what ops of other sizes must agree on with each to be run as it is.
+        """Return the ops that run at some other sizes only, with the functions of `PreparedRun.alike`.
 
         None if a step runs at its own sizes only.
         """

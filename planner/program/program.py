@@ -97,7 +97,7 @@ class Programs:
         gradients: for each operand, the variable of its gradient or None.
         cost: the cost of both programs.
         copies: what `Backend.kept_copies` returned.
-        by_autograd: whether it was decided that the framework's own autograd runs the steps; see `prefer_autograd`.
+        by_autograd: whether the framework's own autograd was chosen to run the steps; see `prefer_autograd`.
     """
 
     variables: tuple[Variable, ...]

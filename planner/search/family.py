@@ -144,7 +144,7 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
             if top not in plans:
                 plans[top] = make_plan(top, loops=False)
             won = CLOSE if parts == PARTS[-1] else WON
-            family = _with_loops(_judged(plans[top], low, parts == WIDE, won))
+            family = _decide_on_loops(_judged(plans[top], low, parts == WIDE, won))
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried[parts] = family
@@ -280,8 +280,8 @@ def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Famil
     return Family(plan, True)
 
 
-def _with_loops(family: Family) -> Family:
-    """Return a family that knows whether its members are searched for loops."""
+def _decide_on_loops(family: Family) -> Family:
+    """Return a family with the decision whether its members are searched for loops over slices."""
     if not family.settled or is_small(family.plan):
         return family
     largest = make_plan(family.plan.contraction, partial(_at_sizes_of, family.plan))

@@ -191,7 +191,7 @@ class _LoopSearch:
     def is_beaten(self, priced: Sequence[Candidate], larger: Sequence[Candidate]) -> bool:
         """Whether loops are no better than the rival nor than those in larger slices: then smaller ones are worse.
 
-        Where only time decides, they must be clearly slower than the whole and larger slices: no cache makes up for it.
+        Where only time decides, they must take `CLOSE` times as long as the whole, and as those in larger slices.
         """
         if not larger:
             return False
