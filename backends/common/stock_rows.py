@@ -12,7 +12,7 @@ from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, e
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout
+from planner.cost.layout import Layout, neighbours
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
@@ -36,6 +36,13 @@ _SCATTERED_SECONDS = 20e-9
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
+# MKL multiplies many rows by at most so many columns slowly, unless the terms of both operands' sums are neighbours in
+# memory. Where those of the first are not, it takes so many seconds more for each of its elements, or, if those of the
+# second are, for every four columns and for each column that is left: 1 to 2 ns (one core of an AMD EPYC, torch 2.13,
+# 2026-11-28). For fewer terms it takes no longer.
+MOST_FEW, _LEAST_TERMS = 15, 16
+_COLUMN_SECONDS = 1.2e-9
+_FEW_MULTIPLICATIONS = 2**18
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -155,6 +162,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     if kind in ("matmul", "multiply") and device.kind == "cpu":
         form, layouts = known_product(spec), op.layouts or (None, None)
         batch, m, n, k = form.sizes
+        if kind == "matmul":
+            parts[-1:] = _columns_work(parts[-1], form, op, device)
         if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
             parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
@@ -181,6 +190,43 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
+
+
+def are_dots(form: ProductForm, op: Op) -> bool:
+    """Whether the terms of both operands' sums are neighbours in memory: each element is a product of vectors."""
+    layouts = op.layouts or (None, None)
+    return all(
+        neighbours(term, layout, op.spec) in form.contracted
+        for term, layout in zip(op.spec.inputs, layouts, strict=True)
+    )
+
+
+def _columns_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
+    """Return what a product takes, from what it takes by the rate of its sides, if it has few columns.
+
+    Without measured classes a product takes half as long again as its transpose where that surely is not slower: in a
+    batch; where `torch.einsum` multiplies that way, too; or of few multiplications, for which threads are of no use.
+    """
+    batch, rows, columns, terms = form.sizes
+    many = 0
+    if is_swapped(form, op.spec):
+        rows, columns, many = columns, rows, 1
+    if rows < 4 * columns or not 0 < columns <= MOST_FEW or rows * columns * terms < SMALL_MATRIX:
+        return [work]
+    few_rows = device.product_rate(columns, rows, terms, op.dtype, batch)
+    if columns == 1:  # batches of vectors are the first factors
+        return [work._replace(rate=few_rows)] if batch > 1 else [work]
+    long = terms >= _LEAST_TERMS
+    if long and are_dots(form, op):
+        return [work._replace(rate=max(work.rate, few_rows))]
+    layouts = op.layouts or (None, None)
+    near, far = (neighbours(op.spec.inputs[number], layouts[number], op.spec) for number in (many, 1 - many))
+    if long and near not in form.contracted and columns < 12:
+        turns = columns // 4 + columns % 4 if far in form.contracted else 1
+        return [work, Work(seconds=batch * rows * terms * turns * _COLUMN_SECONDS)]
+    if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
+        return [work, Work(seconds=0.5 * work.flops / work.rate)]
+    return [work]
 
 
 def small_matrix_seconds(form: ProductForm, device: Device) -> float:

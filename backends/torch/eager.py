@@ -25,7 +25,7 @@ from planner.backends.common.stock import count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
-from planner.backends.torch.ops import OPS, matrix_product
+from planner.backends.torch.ops import OPS, matrix_product, viewing
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
@@ -38,6 +38,7 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
+from planner.backends.torch.transposed import TRANSPOSED, transposed_step
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
@@ -53,7 +54,7 @@ Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM,
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, TRANSPOSED,
           "take, multiply, add", *INDEXED)  # fmt: skip
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
@@ -243,9 +244,8 @@ class _Compiler:
             result = result._replace(copied=False)
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
-        summed = self.rows.get(tree.op.spec) == MULTIPLY_SUM
         if (
-            not summed
+            self.rows.get(tree.op.spec) not in (MULTIPLY_SUM, TRANSPOSED)
             and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
@@ -317,6 +317,14 @@ class _Compiler:
             trains, copied = any(x.requires_grad for x in standins), any(x.copied for x in standins)
             summed = Strided.new(spec.shape(order), trains, copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
+        if self.rows.get(spec) == TRANSPOSED:
+            inner = transposed_step(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
+            made = None if inner is None or self.chosen is not None else self._step(inner, standins, free, False)
+            if inner is None or made is None:
+                return None
+            dims = [inner.spec.output.index(e) for e in spec.output]
+            back = viewing(dims, (1,) * len(dims))
+            return (lambda a, b, run=made[0]: back(run(a, b))), STRIDE_OPS.permute(made[1], dims)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices

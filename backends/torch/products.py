@@ -69,7 +69,7 @@ def _axis_of(found: tuple[Any, ...] | str) -> Any:
     return found[0] if isinstance(found, tuple) else None
 
 
-def _least(op: Op, device: Device, launches: float) -> StepCost:
+def least_of_product(op: Op, device: Device, launches: float) -> StepCost:
     """Return the least cost of a product in so many launches, each at no higher rate than the product as a whole."""
     form = product_form(op.spec)
     if form is None:
@@ -167,7 +167,7 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
 def _sliced_least(op: Op, device: Device) -> StepCost:
     # A slice along an axis of size 1 is as flat as the whole.
     count = min([size for size in op.spec.by_axis.values() if size > 1], default=0)
-    return _least(op, device, count * (SLICE_LAUNCHES if device.kind == "cpu" else 1))
+    return least_of_product(op, device, count * (SLICE_LAUNCHES if device.kind == "cpu" else 1))
 
 
 def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> list[Work]:
@@ -237,7 +237,7 @@ def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
 
 
 def _batched_least(op: Op, device: Device) -> StepCost:
-    return _least(op, device, 2 + (VIEW_LAUNCHES if device.kind == "cpu" else 0))
+    return least_of_product(op, device, 2 + (VIEW_LAUNCHES if device.kind == "cpu" else 0))
 
 
 def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device) -> list[Work]:
