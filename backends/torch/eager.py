@@ -25,7 +25,7 @@ from planner.backends.common.stock import count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
-from planner.backends.torch.ops import OPS, matrix_product, viewing
+from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
@@ -38,11 +38,11 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, transposed_step
+from planner.backends.torch.transposed import TRANSPOSED, transposed_product, transposed_step
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, indexed_dims
+from planner.language.spec import Spec, indexed_dims, term_axes
 from planner.program.contraction import Contraction
 from planner.program.forms import known_product, product_form
 from planner.program.ops import Cast, Guard, Op, joint_elements
@@ -59,6 +59,7 @@ NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multipl
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
     "matmul": ("matmul", "multiply"),
+    TRANSPOSED: (TRANSPOSED, "matmul", "multiply"),
     "multiply": (MULTIPLY_SUM, "multiply"),
     MULTIPLY_SUM: (MULTIPLY_SUM, "multiply"),
     "view": ("view",),
@@ -318,13 +319,7 @@ class _Compiler:
             summed = Strided.new(spec.shape(order), trains, copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         if self.rows.get(spec) == TRANSPOSED:
-            inner = transposed_step(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
-            made = None if inner is None or self.chosen is not None else self._step(inner, standins, free, False)
-            if inner is None or made is None:
-                return None
-            dims = [inner.spec.output.index(e) for e in spec.output]
-            back = viewing(dims, (1,) * len(dims))
-            return (lambda a, b, run=made[0]: back(run(a, b))), STRIDE_OPS.permute(made[1], dims)
+            return self._transposed(op, standins)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
@@ -352,6 +347,25 @@ class _Compiler:
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _transposed(self, op: Op, standins: Sequence[Strided]) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return the calls of a product whose transposed result is computed, and the stand-in of its result.
+
+        One call of torch's einsum is as fast under autograd, whose gradients of `bmm` have few rows, too. Those of `mm`
+        lie as its factors do, and so have few columns.
+        """
+        inner, spec = transposed_step(op.with_layouts(layout_of(x.shape, x.strides) for x in standins)), op.spec
+        if inner is None:
+            return None
+        result = evaluation(self.stride_ops, inner.spec)(standins, {}, False)
+        dims = [inner.spec.output.index(e) for e in spec.output]
+        result = STRIDE_OPS.permute(result, dims)
+        form, output = known_product(inner.spec), term_axes(inner.spec.output)
+        ordered = all(sorted(group, key=output.index) == list(group) for group in form.matrices[2])
+        if not ordered or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
+            return None if self.chosen is not None else (transposed_product(op), result)
+        call = einsum_call(form, inner.spec, output, is_swapped(form, inner.spec))
+        return (lambda a, b: call(a, b).permute(dims)), result
 
     def _indexed(self, op: Op, x: Strided, free: bool) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.

@@ -74,11 +74,11 @@ def _work(op: Op, transposed: Op, device: Device) -> list[Work]:
 
 
 def _run(op: Op, transposed: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    return (_product(op)(*inputs),)
+    return (transposed_product(op)(*inputs),)
 
 
 @cached_by_step
-def _product(op: Op) -> Product:
+def transposed_product(op: Op) -> Product:
     """Return the function that multiplies two operands, and returns a view of the transposed result."""
     transposed = transposed_step(op)
     assert transposed is not None
