@@ -69,7 +69,7 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
 }
 # Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
 # computes the sum first, see `Executable.against`.
-MOST_NATIVE_SECONDS = 2e-4
+MOST_NATIVE_SECONDS = 1e-3
 # Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
 # operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
 MOST_COPYING_SECONDS = 1e-3
