@@ -29,9 +29,6 @@ from planner.program.ops import Cast, JointGradient, Op, joint_elements
 # their number. These are the parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22; one took 30 ns.
 _ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS = 1.3 / 30, 2 / 30, 10 / 30
 _SHORT_RUN = 8
-# Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer
-# vectors.
-_SCATTERED_SECONDS = 20e-9
 # Torch multiplies the elements of small matrices of a batch in a loop of its own, without a call for each matrix:
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
@@ -172,7 +169,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
         if kind == "matmul" and (elements := scattered_vectors(form, spec, layouts)):
-            parts.append(Work(seconds=elements * _SCATTERED_SECONDS))
+            parts.append(Work.of_copies((elements - elements // batch) * itemsize(op.dtype)))
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand

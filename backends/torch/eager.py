@@ -38,11 +38,11 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, transposed_product, transposed_step
+from planner.backends.torch.transposed import TRANSPOSED, native_transposed
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, indexed_dims, term_axes
+from planner.language.spec import Spec, indexed_dims
 from planner.program.contraction import Contraction
 from planner.program.forms import known_product, product_form
 from planner.program.ops import Cast, Guard, Op, joint_elements
@@ -78,7 +78,7 @@ MOST_COPYING_SECONDS = 1e-3
 MOST_REPLACED = 2**15
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 and 24 us for 19 and 30 on one core
 # of an AMD EPYC at 4,608 and 18,432 of them, 191 us for 47 at 73,728; torch 2.13, 2026-11-27.
-MOST_SCATTERED = 2**15
+MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
 # What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
@@ -319,7 +319,7 @@ class _Compiler:
             summed = Strided.new(spec.shape(order), trains, copied)
             return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         if self.rows.get(spec) == TRANSPOSED:
-            return self._transposed(op, standins)
+            return native_transposed(op, standins, self.stride_ops, self.chosen is not None)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
@@ -347,25 +347,6 @@ class _Compiler:
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
-
-    def _transposed(self, op: Op, standins: Sequence[Strided]) -> tuple[Callable[..., Tensor], Strided] | None:
-        """Return the calls of a product whose transposed result is computed, and the stand-in of its result.
-
-        One call of torch's einsum is as fast under autograd, whose gradients of `bmm` have few rows, too. Those of `mm`
-        lie as its factors do, and so have few columns.
-        """
-        inner, spec = transposed_step(op.with_layouts(layout_of(x.shape, x.strides) for x in standins)), op.spec
-        if inner is None:
-            return None
-        result = evaluation(self.stride_ops, inner.spec)(standins, {}, False)
-        dims = [inner.spec.output.index(e) for e in spec.output]
-        result = STRIDE_OPS.permute(result, dims)
-        form, output = known_product(inner.spec), term_axes(inner.spec.output)
-        ordered = all(sorted(group, key=output.index) == list(group) for group in form.matrices[2])
-        if not ordered or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
-            return None if self.chosen is not None else (transposed_product(op), result)
-        call = einsum_call(form, inner.spec, output, is_swapped(form, inner.spec))
-        return (lambda a, b: call(a, b).permute(dims)), result
 
     def _indexed(self, op: Op, x: Strided, free: bool) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
@@ -407,7 +388,8 @@ class _Compiler:
         scattered = any(copies_of(*operand)[1] for operand in operands)
         few_calls = count_matrix_views(form, spec) < 3
         # Of few multiplications `bmm` takes less time than copies for unit strides.
-        tiny = not recorded and joint_elements(spec) <= MOST_SCATTERED
+        most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
+        tiny = not recorded and joint_elements(spec) <= most
         short = recorded and has_short_sums(form)
         if (
             (scattered != recorded and not (tiny or short))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 from planner.backends.common.stock import Product, matmul_product, viewing
+from planner.backends.torch.ops import is_unit_strided
 from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec, Term
 from planner.program.forms import ProductForm
@@ -164,7 +165,7 @@ def _computed(shape: Sequence[int], *inputs: Strided, strides: Sequence[int] | N
 
 def _unit_strided(x: Strided) -> Strided:
     """As `ops.unit_strided`."""
-    if x.is_contiguous or 1 in x.strides[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+    if x.is_contiguous or math.prod(x.shape[:-2]) == 1 or is_unit_strided(x.shape, x.strides):
         return x
     return x.view(x.shape, row_major(x.shape))._replace(copied=True)
 

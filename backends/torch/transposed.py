@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from planner.backends.common.stock import SMALL_MATRIX, Product, is_swapped
+from planner.backends.common.stock import SMALL_MATRIX, Product, evaluation, is_swapped
 from planner.backends.common.stock_rows import MOST_FEW, are_dots, flat_stock_work
 from planner.backends.torch.ops import OPS, viewing
-from planner.backends.torch.products import least_of_product
+from planner.backends.torch.products import MOST_LETTERS, einsum_call, least_of_product
+from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import Work
-from planner.cost.layout import Layout, reordered
+from planner.cost.layout import Layout, layout_of, reordered
 from planner.language.cached import cached_by_step
-from planner.language.spec import Spec
+from planner.language.spec import Spec, term_axes
 from planner.program.forms import known_product, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
@@ -63,29 +64,51 @@ def _find(op: Op) -> Op | str:
     return dataclasses.replace(op, spec=Spec(op.spec.inputs, order, op.spec.sizes))
 
 
-def transposed_step(op: Op) -> Op | None:
-    """Return the step whose result the row `TRANSPOSED` transposes; None if it refuses the op."""
-    found = _find(op)
-    return None if isinstance(found, str) else found
-
-
 def _work(op: Op, transposed: Op, device: Device) -> list[Work]:
     return flat_stock_work(transposed, device)
 
 
 def _run(op: Op, transposed: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    return (transposed_product(op)(*inputs),)
+    return (_product(op)(*inputs),)
 
 
 @cached_by_step
-def transposed_product(op: Op) -> Product:
+def _product(op: Op) -> Product:
     """Return the function that multiplies two operands, and returns a view of the transposed result."""
-    transposed = transposed_step(op)
-    assert transposed is not None
+    transposed = _find(op)
+    assert not isinstance(transposed, str)
     spec = transposed.spec
     product = OPS.product(known_product(spec), spec)
     back = viewing([spec.output.index(e) for e in op.spec.output], (1,) * len(spec.output))
     return lambda a, b: back(product(a, b))
+
+
+def native_transposed(
+    op: Op, standins: Sequence[Strided], ops: StrideOps, recorded: bool
+) -> tuple[Product, Strided] | None:
+    """Return the native calls of the row, and the stand-in of their result; None if autograd would keep more.
+
+    One call of torch's einsum is as fast under autograd, whose gradients of `bmm` have few rows, too. Those of `mm` lie
+    as its factors do, and so have few columns.
+
+    Args:
+        op: the step, without layouts.
+        standins: stand-ins of the operands.
+        ops: what runs steps on stand-ins.
+        recorded: whether autograd records the calls.
+    """
+    planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+    transposed = _find(planned)
+    if isinstance(transposed, str):
+        return None
+    spec, output = transposed.spec, term_axes(transposed.spec.output)
+    form, dims = known_product(spec), [output.index(str(e)) for e in op.spec.output]
+    result = STRIDE_OPS.permute(evaluation(ops, spec)(standins, {}, False), dims)
+    ordered = all(sorted(group, key=output.index) == list(group) for group in form.matrices[2])
+    if not ordered or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
+        return None if recorded else (_product(planned), result)
+    call = einsum_call(form, spec, output, is_swapped(form, spec))
+    return (lambda a, b: call(a, b).permute(dims)), result
 
 
 def _layouts(op: Op, transposed: Op) -> tuple[Layout | None, ...]:
