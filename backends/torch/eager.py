@@ -314,10 +314,11 @@ class _Compiler:
             result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
-            order = summed_axes(spec)
+            planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+            order = summed_axes(planned)
             trains, copied = any(x.requires_grad for x in standins), any(x.copied for x in standins)
             summed = Strided.new(spec.shape(order), trains, copied)
-            return summed_product(spec), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
+            return summed_product(planned), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         if self.rows.get(spec) == TRANSPOSED:
             return native_transposed(op, standins, self.stride_ops, self.chosen is not None)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)

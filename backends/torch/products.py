@@ -289,7 +289,7 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     total = Work(moved=wide + result, fresh=(result,), launches=1)
     if device.kind != "cpu":
         return [product, total]
-    order = _summed_order(spec)
+    order, _ = _summed_order(op)
     short = sum(short_run_seconds(order, terms, spec, device) for terms in (spec.inputs, [spec.output]))
     axes = [term_axes(term) for term in spec.inputs]
     views = sum(([e for e in order if e in each] != [*each]) + (len(each) < len(order)) for each in axes)
@@ -298,35 +298,40 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
 
 
 def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    return (summed_product(op.spec)(*inputs),)
+    return (summed_product(op)(*inputs),)
 
 
 def _summed_layouts(op: Op, form: ProductForm) -> tuple[Layout | None, ...]:
-    return (reordered(summed_axes(op.spec), op.spec.output, op.spec),)
+    return (reordered(summed_axes(op), op.spec.output, op.spec),)
 
 
-def summed_axes(spec: Spec) -> tuple[str, ...]:
+def summed_axes(op: Op) -> tuple[str, ...]:
     """Return the axes of the result of `summed_product` as it lies in memory."""
-    out = term_axes(spec.output)
-    return tuple(e for e in _summed_order(spec) if e in out)
+    out = term_axes(op.spec.output)
+    return tuple(e for e in _summed_order(op)[0] if e in out)
 
 
-def _summed_order(spec: Spec) -> tuple[str, ...]:
-    """Return the order of the axes in which elements are multiplied before they are summed: that of the larger operand.
+def _summed_order(op: Op) -> tuple[tuple[str, ...], int]:
+    """Return the order of the axes in which elements are multiplied and summed, and the number of the larger operand.
 
-    A sum in another order than that in memory takes up to 15 times as long, so the result is viewed in its own order.
+    It is the order in which the larger operand lies in memory. Sums in another order take up to 15 times as long. The
+    result is viewed in its own order.
     """
-    sizes = spec.by_axis
-    terms = [term_axes(term) for term in spec.inputs]
-    widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
-    return (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
+    sizes, layouts = op.spec.by_axis, op.layouts or (None, None)
+    terms = [term_axes(term) for term in op.spec.inputs]
+    larger = max((0, 1), key=lambda number: math.prod(sizes[e] for e in terms[number]))
+    widest, layout = terms[larger], layouts[larger]
+    if layout is not None and not layout.unknown:
+        lies = [widest[d] for run in layout.runs for d in run]
+        widest = (*(e for e in widest if e not in lies), *lies)
+    return (*(e for term in terms for e in term if e not in widest), *widest), larger  # the first ones are of size 1
 
 
 @cached_by_step
-def summed_product(spec: Spec) -> Product:
+def summed_product(op: Op) -> Product:
     """Return the function that multiplies two operands element by element and sums."""
-    order = _summed_order(spec)
-    first_axes, second_axes, out = (term_axes(term) for term in spec.terms)
+    order, larger = _summed_order(op)
+    first_axes, second_axes, out = (term_axes(term) for term in op.spec.terms)
 
     def view_in_order(axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """Return the function that gives an operand all axes in order; those that it lacks have size 1."""
@@ -339,7 +344,8 @@ def summed_product(spec: Spec) -> Product:
     back = viewing([kept.index(e) for e in out], (1,) * len(out))
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        wide = first(a) * second(b)
+        # The product lies in memory as its first factor does.
+        wide = second(b) * first(a) if larger else first(a) * second(b)
         return back(wide.sum(summed, dtype=wide.dtype))
 
     return product

@@ -262,7 +262,7 @@ def _fusable(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     form = None if op.spec.gathers or len(op.spec.inputs) != 2 else product_form(op.spec)
     tiny = form is not None and form.contracted and joint_elements(op.spec) <= MOST_FUSED
-    return summed_product(op.spec) if tiny else run_step
+    return summed_product(op) if tiny else run_step
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
