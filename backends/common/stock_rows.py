@@ -34,11 +34,12 @@ _SHORT_RUN = 8
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
 # MKL multiplies many rows by at most so many columns slowly, unless the terms of both operands' sums are neighbours in
-# memory. Where those of the first are not, it takes so many seconds more for each of its elements, or, if those of the
-# second are, for every four columns and for each column that is left: 1 to 2 ns (one core of an AMD EPYC, torch 2.13,
-# 2026-11-28). For fewer terms it takes no longer.
+# memory. Where those of the first are not, and it has more than 128 rows, it takes so many seconds more for each element
+# of the first whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
+# every four columns and each column that is left (one core of an AMD EPYC, torch 2.13, 2026-11-28). For fewer terms it
+# takes no longer.
 MOST_FEW, _LEAST_TERMS = 15, 16
-_COLUMN_SECONDS = 1.2e-9
+_ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
 _FEW_MULTIPLICATIONS = 2**18
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
@@ -218,9 +219,10 @@ def _columns_work(work: Work, form: ProductForm, op: Op, device: Device) -> list
         return [work._replace(rate=max(work.rate, few_rows))]
     layouts = op.layouts or (None, None)
     near, far = (neighbours(op.spec.inputs[number], layouts[number], op.spec) for number in (many, 1 - many))
-    if long and near not in form.contracted and columns < 12:
+    if long and near not in form.contracted and columns < 12 and rows > 128:
         turns = columns // 4 + columns % 4 if far in form.contracted else 1
-        return [work, Work(seconds=batch * rows * terms * turns * _COLUMN_SECONDS)]
+        doubled = min(_MOST_DOUBLED, max(0.0, math.log2(rows / 128)))
+        return [work, Work(seconds=batch * rows * terms * turns * doubled * _ROWS_SECONDS)]
     if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
         return [work, Work(seconds=0.5 * work.flops / work.rate)]
     return [work]
