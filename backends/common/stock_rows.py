@@ -34,13 +34,13 @@ _SHORT_RUN = 8
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
 # MKL multiplies many rows by at most so many columns slowly, unless the terms of both operands' sums are neighbours in
-# memory. Where those of the first are not, and it has more than 128 rows, it takes so many seconds more for each element
-# of the first whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
+# memory. Where those of the first are not, and it has more than 128 rows, it takes so many seconds more for each of its
+# elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
 # every four columns and each column that is left (one core of an AMD EPYC, torch 2.13, 2026-11-28). For fewer terms it
 # takes no longer.
-MOST_FEW, _LEAST_TERMS = 15, 16
+MOST_FEW, _LEAST_TERMS, _MOST_TERMS = 15, 16, 9
 _ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
-_FEW_MULTIPLICATIONS = 2**18
+_FEW_MULTIPLICATIONS, _LARGE_RESULT = 2**18, 2**14
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -161,7 +161,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         form, layouts = known_product(spec), op.layouts or (None, None)
         batch, m, n, k = form.sizes
         if kind == "matmul":
-            parts[-1:] = _columns_work(parts[-1], form, op, device)
+            parts[-1:] = _sides_work(parts[-1], form, op, device)
         if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
             parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
@@ -199,8 +199,8 @@ def are_dots(form: ProductForm, op: Op) -> bool:
     )
 
 
-def _columns_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
-    """Return what a product takes, from what it takes by the rate of its sides, if it has few columns.
+def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
+    """Return what a product takes, from what it takes by the rate of its sides, if these are far from each other.
 
     Without measured classes a product takes half as long again as its transpose where that surely is not slower: in a
     batch; where `torch.einsum` multiplies that way, too; or of few multiplications, for which threads are of no use.
@@ -209,7 +209,12 @@ def _columns_work(work: Work, form: ProductForm, op: Op, device: Device) -> list
     many = 0
     if is_swapped(form, op.spec):
         rows, columns, many = columns, rows, 1
-    if rows < 4 * columns or not 0 < columns <= MOST_FEW or rows * columns * terms < SMALL_MATRIX:
+    if rows * columns * terms < SMALL_MATRIX:
+        return [work]
+    half_again = Work() if device.products else Work(seconds=0.5 * work.flops / work.rate)
+    if are_few_terms(rows, columns, terms):
+        return [work, half_again]
+    if rows < 4 * columns or not 0 < columns <= MOST_FEW:
         return [work]
     few_rows = device.product_rate(columns, rows, terms, op.dtype, batch)
     if columns == 1:  # batches of vectors are the first factors
@@ -221,11 +226,20 @@ def _columns_work(work: Work, form: ProductForm, op: Op, device: Device) -> list
     near, far = (neighbours(op.spec.inputs[number], layouts[number], op.spec) for number in (many, 1 - many))
     if long and near not in form.contracted and columns < 12 and rows > 128:
         turns = columns // 4 + columns % 4 if far in form.contracted else 1
-        doubled = min(_MOST_DOUBLED, max(0.0, math.log2(rows / 128)))
+        doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
         return [work, Work(seconds=batch * rows * terms * turns * doubled * _ROWS_SECONDS)]
-    if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
-        return [work, Work(seconds=0.5 * work.flops / work.rate)]
+    if batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS:
+        return [work, half_again]
     return [work]
+
+
+def are_few_terms(rows: int, columns: int, terms: int) -> bool:
+    """Whether MKL multiplies rows by columns in up to five times the time that the transposed product takes.
+
+    That is so of some rows and many columns, if sums have few terms (one core of an AMD EPYC, torch 2.13, 2026-11-28).
+    Small products take as long.
+    """
+    return terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
 
 
 def small_matrix_seconds(form: ProductForm, device: Device) -> float:

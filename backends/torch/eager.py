@@ -29,6 +29,7 @@ from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
+    RESULT_OPS,
     broadcast_product,
     count_matrix_views,
     einsum_call,
@@ -311,7 +312,8 @@ class _Compiler:
             self.reads.checked &= all(len(indexed_dims(term)) < 2 for term in spec.inputs)
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
-            result, run = evaluation(self.stride_ops, spec)(standins, arrays, False), evaluation(OPS, spec)
+            result = evaluation(self.stride_ops, spec)(standins, arrays, False)
+            run = evaluation(RESULT_OPS if root and op.dtype != "bool" else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)

@@ -1,4 +1,4 @@
-"""The row for products with few columns and many rows: the transposed product, whose result is viewed transposed."""
+"""The row for products that MKL multiplies faster as their transpose, whose result is viewed transposed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, evaluation, is_swapped
-from planner.backends.common.stock_rows import MOST_FEW, are_dots, flat_stock_work
+from planner.backends.common.stock_rows import MOST_FEW, are_dots, are_few_terms, flat_stock_work
 from planner.backends.torch.ops import OPS, viewing
 from planner.backends.torch.products import MOST_LETTERS, einsum_call, least_of_product
 from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
@@ -43,11 +43,11 @@ def transposed_row() -> Implementation:
 
 @cached_by_step
 def _find(op: Op) -> Op | str:
-    """Return the step whose result is that of a product with few columns and many rows, transposed.
+    """Return the step whose result is that of a product with few columns or few terms, transposed.
 
     MKL multiplies few rows by many columns in a third to a fortieth of the time of many rows by few columns (one core
     of an AMD EPYC, torch 2.13, 2026-11-28). If the terms of both operands' sums are neighbours in memory, it takes as
-    long.
+    long. See `are_few_terms` for the other way round.
     """
     form = product_form(op.spec) if isinstance(op, Einsum) else None
     if form is None or not form.contracted or op.dtype not in ("float32", "float64") or not _HAS_MKL:
@@ -55,12 +55,13 @@ def _find(op: Op) -> Op | str:
     (batch, rows, columns, terms), order = form.sizes, (*form.batch, *form.right, *form.left)
     if is_swapped(form, op.spec):
         rows, columns, order = columns, rows, (*form.batch, *form.left, *form.right)
-    if not 1 < columns <= MOST_FEW or rows < 4 * columns:
-        return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
     if batch > 1 and rows * columns * terms < SMALL_MATRIX:
         return "torch multiplies small matrices of a batch itself"
-    if terms > MOST_FEW and are_dots(form, op):
-        return "the terms of both operands' sums are neighbours in memory"
+    if not are_few_terms(rows, columns, terms):
+        if not 1 < columns <= MOST_FEW or rows < 4 * columns:
+            return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
+        if terms > MOST_FEW and are_dots(form, op):
+            return "the terms of both operands' sums are neighbours in memory"
     return dataclasses.replace(op, spec=Spec(op.spec.inputs, order, op.spec.sizes))
 
 
