@@ -59,7 +59,7 @@ def product_rows() -> list[Implementation]:
             alike=lambda op: _axis_of(_find_slices(op)), least=_sliced_least),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
             inexact=("cuda",), alike=lambda op: _axis_of(_find_batch(op)), least=_batched_least),
-        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
+        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, alike=_summed_order,
             least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, layout_of, reordered
 from planner.language.cached import cached_by_step
-from planner.language.spec import Spec, term_axes
+from planner.language.spec import Spec, Term, term_axes
 from planner.program.forms import known_product, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
@@ -34,7 +34,7 @@ def transposed_row() -> Implementation:
         _work,
         _run,
         _layouts,
-        any_sizes=True,
+        alike=_order_of,
         inputs=2,
         kinds=("cpu",),
         least=lambda op, device: least_of_product(op, device, 1),
@@ -63,6 +63,12 @@ def _find(op: Op) -> Op | str:
         if terms > MOST_FEW and are_dots(form, op):
             return "the terms of both operands' sums are neighbours in memory"
     return dataclasses.replace(op, spec=Spec(op.spec.inputs, order, op.spec.sizes))
+
+
+def _order_of(op: Op) -> Term | None:
+    """Return the order of the axes of the transposed result, or None if the row refuses the op."""
+    found = _find(op)
+    return None if isinstance(found, str) else found.spec.output
 
 
 def _work(op: Op, transposed: Op, device: Device) -> list[Work]:

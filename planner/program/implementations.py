@@ -11,7 +11,7 @@ The tests check these laws for every backend:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from planner.cost.floor import Launches
 from planner.cost.layout import Layout
 from planner.cost.objective import StepKey, step_key
 from planner.language.cached import cached_by_step
+from planner.language.derive import resize_spec
 from planner.language.dtypes import is_inexact
 from planner.language.errors import PlannerError, refusal_of
+from planner.language.spec import Gather
 from planner.program.calls import Indices, PreparedRun, Run
 from planner.program.ops import Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop
@@ -253,6 +255,13 @@ class Table:
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
         return self.alike(steps) == []
+
+    def runs_sizes(self, steps: Iterable[Step], sizes: Mapping[str | Gather, int]) -> bool:
+        """Whether all steps run in their implementations at these sizes, of all axes and gathers of their specs."""
+        alike = self.alike(steps)
+        return alike is not None and all(
+            asked(replace(op, spec=resize_spec(op.spec, sizes))) == asked(op) for op, asked in alike
+        )
 
     def alike(self, steps: Iterable[Step]) -> list[tuple[Op, Callable[[Op], Any]]] | None:
         """Return the ops that run at some other sizes only, with the functions of `PreparedRun.alike`.

@@ -356,8 +356,10 @@ class _Bound:
             return executable
         resized = executable.resized(member)
         resized.empty = 0 in sizes.values()
-        shares = executable.table.runs_any_sizes(plan.steps) and MODES[plan.index_mode].bad != "drop"
-        if resized.empty or (shares and all((sizes[e] == 1) == (size == 1) for e, size in planned.items())):
+        if resized.empty:
+            return resized
+        shares = MODES[plan.index_mode].bad != "drop" and all((sizes[e] == 1) == (n == 1) for e, n in planned.items())
+        if shares and executable.table.runs_sizes(plan.steps, sizes):
             return resized
         return Executable(resize_plan(plan, _contraction_of(resized, operands), sizes), executable.table)
 
