@@ -68,12 +68,12 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
     "broadcast": ("sum",),
     **{row: (gradient,) for row, gradient in INDEXED.items()},
 }
-# Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
-# computes the sum first, see `Executable.against`.
+# Longer plans with index arrays run as a Function, as do longer ones of which torch would keep copies of operands. Its
+# overhead does not show there, and of a gradient that repeats it computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 1e-3
-# Plans of so many seconds, backward pass included, keep copies that torch makes of operands. A Function would keep the
-# operands, but takes 35 us longer on an AMD EPYC, torch 2.13, 2026-11-25.
-MOST_COPYING_SECONDS = 1e-3
+# Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
+# `torch.func.grad` they may keep more than the plan says.
+MOST_SMALL_SECONDS = 2e-4
 # A copy of so many bytes may be kept in place of a computed value. The backward pass does not make it again, though the
 # plan says so.
 MOST_REPLACED = 2**15
@@ -160,7 +160,7 @@ def kept_copies(
         return None
     seconds = sum(step.choice.cost.picoseconds for step in (*forward, *backward)) / 1e12
     gathers = contraction.resolved.spec.gathers
-    if seconds > MOST_NATIVE_SECONDS if gathers else records is None and seconds > MOST_COPYING_SECONDS:
+    if seconds > MOST_NATIVE_SECONDS and (gathers or records is None):
         return None
     kept: list[int] = []
     rows = {step.op.spec: step.choice.lowering for step in forward}
@@ -174,8 +174,7 @@ def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> fl
     assert programs.backward is not None
     forward, backward = programs.forward.steps, programs.backward.steps
     seconds, spec = programs.cost.seconds, contraction.resolved.spec
-    most = MOST_NATIVE_SECONDS if spec.gathers else MOST_COPYING_SECONDS
-    if contraction.device.kind != "cpu" or contraction.mesh is not None or seconds > most:
+    if contraction.device.kind != "cpu" or contraction.mesh is not None or seconds > MOST_NATIVE_SECONDS:
         return None
     computing = [step.choice.lowering for step in forward if not isinstance(step.op, Guard)]
     if isinstance(tree, Leaf) or all(row in ("view", "broadcast") for row in computing):

@@ -39,7 +39,7 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, NATIVE, compile_native, standins_of
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, MOST_SMALL_SECONDS, NATIVE, compile_native, standins_of
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
@@ -175,7 +175,7 @@ def _may_copy(plan: PlanRecord) -> bool:
 
     That is so for small plans under `torch.func.grad`, under which a Function takes ten times as long as a product.
     """
-    options, least = plan.options, plan.cost.seconds <= MOST_NATIVE_SECONDS
+    options, least = plan.options, plan.cost.seconds <= MOST_SMALL_SECONDS
     return least and only_grads() and options.retain_limit is None and options.objective == "time"
 
 

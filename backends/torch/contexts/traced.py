@@ -41,7 +41,7 @@ from planner.backends.torch.contexts.modes import (
     watched,
 )
 from planner.backends.torch.cuda.indexed import TAKE
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS
+from planner.backends.torch.eager import MOST_SMALL_SECONDS
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, finite, is_recorded, occurs, torch_dtype
@@ -83,7 +83,7 @@ def _fuses(executable: Executable) -> bool:
     That is so for small plans with index arrays that keep operands only: an operator in Python takes longer than these.
     """
     plan, rows = executable.plan, executable.table.rows
-    small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_NATIVE_SECONDS
+    small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_SMALL_SECONDS
     if not small or plan.options.limited or executable.drops or not compiles() or bare_operators():
         return False
     names = {step.choice.lowering for step in executable.programs.steps} - {TAKE}
