@@ -321,8 +321,8 @@ def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shap
     operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
     (_, (measured, predicted, _)) = torch_peaks(spec, operands, {"minimize": minimize})
     assert measured <= 1.01 * predicted + 64
-    if minimize == "peak":
-        assert predicted < 1.1 * sum(x.nbytes for x in operands)
+    if minimize == "peak":  # of the gradient of `k` the vectors are copied, which are another operand's
+        assert predicted < 1.5 * sum(x.nbytes for x in operands)
 
 
 def test_torch_counts_what_is_repeated_once(torch):

@@ -413,7 +413,9 @@ def test_results_take_in_place_operations(name):
         return out.mul_(3)
 
     for way in (gradients, second_derivatives, functional, forward_mode, mapped):
-        assert_same(way(in_place, operands), way(lambda *xs: (call(*xs) + 2) * 3, operands))
+        # Autograd computes the gradient of a permuted view that changed in place row-major.
+        strides = way is not second_derivatives
+        assert_same(way(in_place, operands), way(lambda *xs: (call(*xs) + 2) * 3, operands), strides)
 
 
 @pytest.mark.parametrize("name", ["gather", "gathered product", "dropped rows"])

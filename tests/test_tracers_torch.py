@@ -205,8 +205,13 @@ def leaves(*arrays):
     return [x.clone().requires_grad_() if x.is_floating_point() else x for x in arrays]
 
 
-def equal(function, other, arrays):
-    """Two functions give the same values, gradients and strides."""
+def is_dense(x):
+    """Whether elements lie next to each other, in some order of the dimensions."""
+    return x.permute(sorted(range(x.dim()), key=lambda d: -x.stride(d))).is_contiguous()
+
+
+def equal(function, other, arrays, strides=True):
+    """Two functions give the same values and gradients, and the same strides; or one lies densely in another order."""
     results = []
     for each in (function, other):
         xs = leaves(*arrays)
@@ -216,7 +221,8 @@ def equal(function, other, arrays):
         results.append((result, *torch.autograd.grad(result, inputs, gout)))
     for got, wanted in zip(*results, strict=True):
         assert torch.equal(got, wanted)
-    assert results[0][0].stride() == results[1][0].stride()
+    ours, theirs = results[0][0], results[1][0]
+    assert ours.stride() == theirs.stride() or (not strides and is_dense(ours))
 
 
 # A function of arrays, and from a batch size to the arrays; those with the batch size in front come first.
@@ -266,8 +272,8 @@ def test_one_graph_serves_all_batch_sizes(name, how, graphs):
                 torch._dynamo.mark_dynamic(x, 0)
         return made(*arrays)
 
-    for n in BATCHES:
-        equal(marked, call, arrays_of(n))
+    for n in BATCHES:  # a graph's results lie as those of the size that it was planned for
+        equal(marked, call, arrays_of(n), strides=False)
     assert counter.frame_count == graphs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, evaluation, is_swapped
-from planner.backends.common.stock_rows import MOST_FEW, are_dots, are_few_terms, flat_stock_work
+from planner.backends.common.stock_rows import MOST_FEW, VIEW_LAUNCHES, are_dots, are_few_terms, flat_stock_work
 from planner.backends.torch.ops import OPS, viewing
 from planner.backends.torch.products import MOST_LETTERS, einsum_call, least_of_product
 from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
@@ -23,6 +23,8 @@ from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
 TRANSPOSED = "transposed matmul"
+# Of so many multiplications a product takes 4 us, its transpose 3 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
+LEAST_MULTIPLICATIONS = 2**14
 _HAS_MKL = torch.backends.mkl.is_available()
 
 
@@ -55,6 +57,8 @@ def _find(op: Op) -> Op | str:
     (batch, rows, columns, terms), order = form.sizes, (*form.batch, *form.right, *form.left)
     if is_swapped(form, op.spec):
         rows, columns, order = columns, rows, (*form.batch, *form.left, *form.right)
+    if batch * rows * columns * terms < LEAST_MULTIPLICATIONS:
+        return f"needs {LEAST_MULTIPLICATIONS} multiplications, since small products take as long"
     if batch > 1 and rows * columns * terms < SMALL_MATRIX:
         return "torch multiplies small matrices of a batch itself"
     if not are_few_terms(rows, columns, terms):
@@ -72,7 +76,9 @@ def _order_of(op: Op) -> Term | None:
 
 
 def _work(op: Op, transposed: Op, device: Device) -> list[Work]:
-    return flat_stock_work(transposed, device)
+    form = known_product(transposed.spec)
+    views = VIEW_LAUNCHES if form.batch or len(transposed.spec.output) > 2 else 0
+    return [*flat_stock_work(transposed, device), Work(launches=views)]
 
 
 def _run(op: Op, transposed: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
