@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -297,13 +298,15 @@ def view_launches(
     if xp is np or of_a.own or of_b.own or of_out.own:
         placed = [[order.place(group) for group in three] for order, three in zip(orders, groups, strict=True)]
     (batch_a, left_a, summed_a), (batch_b, summed_b, right_b), (batch_out, left_out, right_out) = placed
-    # Axes of a group that both operands have, or an operand and the result, are in the order of the first of them.
-    turned_b = turned_out = False
+    # Axes that both operands have are in the order of one of them, and so is the batch of the result.
+    turned: Any = False
+    turned_out: tuple[Any, Any] = (False, False)
     looks = copies and (xp is np or any([order.descents for order in orders]))
     if looks:
-        turned_b = _differs((of_a, batch_a), (of_b, batch_b)) | _differs((of_a, summed_a), (of_b, summed_b))
-        turned_out = _differs((of_a, batch_a), (of_out, batch_out)) | _differs((of_a, left_a), (of_out, left_out))
-        turned_out = turned_out | _differs((of_b, right_b), (of_out, right_out))
+        turned = _differs((of_a, batch_a), (of_b, batch_b)) | _differs((of_a, summed_a), (of_b, summed_b))
+        free = _differs((of_a, left_a), (of_out, left_out)) | _differs((of_b, right_b), (of_out, right_out))
+        of_batch = _differs((of_a, batch_a), (of_out, batch_out)), _differs((of_b, batch_b), (of_out, batch_out))
+        turned_out = free | of_batch[0], free | of_batch[1]
     plain = (
         _moved(batch_a, left_a, summed_a),
         _moved(batch_b, summed_b, right_b),
@@ -315,19 +318,23 @@ def view_launches(
         _moved(batch_out, right_out, left_out),
     )
     moved = [
-        1 * (x & of_a.known) + (y & of_b.known | turned_b) + (z & of_out.known | turned_out)
+        1 * (x & of_a.known | in_order_of_b & turned)
+        + (y & of_b.known | (not in_order_of_b) & turned)
+        + (z & of_out.known | turned_out[in_order_of_b])
         for x, y, z in (plain, swapped)
+        for in_order_of_b in (False, True)
     ]
     # Two matrices take no views, however they lie.
-    product = launches.view * ((viewed + xp.minimum(*moved)) * (some | (matrices == 0)))
+    product = launches.view * ((viewed + reduce(xp.minimum, moved)) * (some | (matrices == 0)))
     lies_flat: Any = False
     if copies:
         wide_a, wide_b = (order.place(axes & wide) for order, axes in ((of_a, a), (of_b, b)))
         copied_a = of_a.known & _is_copied(wide_a, *(wide_a & group for group in placed[0]))
         copied_b = of_b.known & _is_copied(wide_b, *(wide_b & group for group in placed[1]))
-        if looks:
-            copied_b = copied_b | _differs((of_a, batch_a & wide_a), (of_b, batch_b & wide_b))
-            copied_b = copied_b | _differs((of_a, summed_a & wide_a), (of_b, summed_b & wide_b))
+        if looks:  # one of them is copied
+            differs = _differs((of_a, batch_a & wide_a), (of_b, batch_b & wide_b))
+            differs = differs | _differs((of_a, summed_a & wide_a), (of_b, summed_b & wide_b))
+            copied_b = copied_b | differs & (copied_a == 0)
         product = product + 1 * copied_a + copied_b
         lies_flat = (of_a.own | of_b.own | copied_a | copied_b) == 0
     # What would be copied may be multiplied in a batch and summed, or slice by slice.

@@ -39,7 +39,7 @@ class ProductForm:
 
 
 def first_is_larger(spec: Spec) -> bool:
-    """Return whether the first operand of a product is the larger one, in whose order axes are summed.
+    """Return whether the first operand of a product is the larger one, in whose order shared axes are viewed.
 
     It counts as the larger one if sizes are symbols, which cannot be compared.
     """
@@ -48,11 +48,12 @@ def first_is_larger(spec: Spec) -> bool:
 
 
 def order_depends_on_sizes(spec: Spec) -> bool:
-    """Return whether a step without gathers is a product whose operands have the summed axes in different orders."""
+    """Return whether a step without gathers is a product whose operands have shared axes in different orders."""
     form = product_form(spec)
     if form is None:
         return False
-    first, second = ([axis for axis in term if axis in form.contracted] for term in spec.inputs)
+    groups = form.batch, form.contracted
+    first, second = ([[axis for axis in term if axis in group] for group in groups] for term in spec.inputs)
     return first != second
 
 
@@ -60,7 +61,7 @@ def order_depends_on_sizes(spec: Spec) -> bool:
 def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
-    Summed axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
+    Shared axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
     differ. If all of them have size 1, the form has no contracted axes: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
@@ -73,7 +74,7 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     larger = a if first_is_larger(spec) else b
     groups = (
-        tuple([axis for axis in a if axis in set_b and axis in set_out]),
+        tuple([axis for axis in larger if axis in set_a and axis in set_b and axis in set_out]),
         tuple([axis for axis in a if axis not in set_b]),
         tuple([axis for axis in b if axis not in set_a]),
         tuple([axis for axis in larger if axis in set_a and axis in set_b and axis not in set_out]),
