@@ -17,7 +17,7 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.calls import PreparedRun, Run
-from planner.program.forms import ProductForm, known_product, product_form
+from planner.program.forms import ProductForm, known_product, product_form, product_of_rows
 from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation
 from planner.program.loops import loop_cost
@@ -38,9 +38,9 @@ _SMALL_SECONDS = 0.9e-9
 # elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
 # every four columns and each column that is left (one core of an AMD EPYC, torch 2.13, 2026-11-28). For fewer terms it
 # takes no longer.
-MOST_FEW, _LEAST_TERMS, _MOST_TERMS = 15, 16, 9
+MOST_FEW, _LEAST_TERMS = 15, 16
 _ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
-_FEW_MULTIPLICATIONS, _LARGE_RESULT = 2**18, 2**14
+_FEW_MULTIPLICATIONS = 2**18
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -178,6 +178,11 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec, device)))
     if kind in ("matmul", "multiply"):
         return parts
+    if kind == "take, multiply, add" and device.kind == "cpu":
+        form = known_product(product_of_rows(spec))
+        batch, m, n, k = form.sizes
+        if form.contracted:
+            parts[-1] = parts[-1]._replace(rate=device.product_rate(m, n, k, op.dtype, batch))
     flat = sum(len(indexed_dims(term)) > 1 for term in spec.terms)
     more = _row_launches(spec) if device.kind == "cpu" else 0.0
     inner = any(indexed_dims(term) not in ((), tuple(range(len(indexed_dims(term))))) for term in spec.inputs)
@@ -202,8 +207,8 @@ def are_dots(form: ProductForm, op: Op) -> bool:
 def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
     """Return what a product takes, from what it takes by the rate of its sides, if these are far from each other.
 
-    Without measured classes a product takes half as long again as its transpose where that surely is not slower: in a
-    batch; where `torch.einsum` multiplies that way, too; or of few multiplications, for which threads are of no use.
+    Without measured classes a product takes twice as long as its transpose where that surely is not slower: in a batch;
+    where `torch.einsum` multiplies that way, too; or of few multiplications, for which threads are of no use.
     """
     batch, rows, columns, terms = form.sizes
     many = 0
@@ -211,9 +216,6 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
         rows, columns, many = columns, rows, 1
     if rows * columns * terms < SMALL_MATRIX:
         return [work]
-    half_again = Work() if device.products else Work(seconds=0.5 * work.flops / work.rate)
-    if are_few_terms(rows, columns, terms):
-        return [work, half_again]
     if rows < 4 * columns or not 0 < columns <= MOST_FEW:
         return [work]
     few_rows = device.product_rate(columns, rows, terms, op.dtype, batch)
@@ -228,18 +230,9 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
         turns = columns // 4 + columns % 4 if far in form.contracted else 1
         doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
         return [work, Work(seconds=batch * rows * terms * turns * doubled * _ROWS_SECONDS)]
-    if batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS:
-        return [work, half_again]
+    if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
+        return [work, Work(seconds=work.flops / work.rate)]
     return [work]
-
-
-def are_few_terms(rows: int, columns: int, terms: int) -> bool:
-    """Whether MKL multiplies rows by columns in up to five times the time that the transposed product takes.
-
-    That is so of some rows and many columns, if sums have few terms (one core of an AMD EPYC, torch 2.13, 2026-11-28).
-    Small products take as long.
-    """
-    return terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
 
 
 def small_matrix_seconds(form: ProductForm, device: Device) -> float:

@@ -29,7 +29,6 @@ from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import (
     MOST_LETTERS,
     MULTIPLY_SUM,
-    RESULT_OPS,
     broadcast_product,
     count_matrix_views,
     einsum_call,
@@ -39,7 +38,7 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, native_transposed
+from planner.backends.torch.transposed import TRANSPOSED, ResultOps, native_transposed, result_ops
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
@@ -312,7 +311,7 @@ class _Compiler:
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
-            run = evaluation(RESULT_OPS if root and op.dtype != "bool" else OPS, spec)
+            run = evaluation(result_ops(op.dtype) if root else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
@@ -330,6 +329,8 @@ class _Compiler:
                 return None
             if self.tries:
                 return _no_run, result
+            if root and not recorded and (few_terms := ResultOps(op.dtype).of_few_terms(spec)):
+                return few_terms, result
             calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out

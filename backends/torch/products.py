@@ -24,7 +24,7 @@ from planner.backends.common.stock_rows import (
     small_matrix_seconds,
 )
 from planner.backends.torch.cuda.stock import batch_seconds
-from planner.backends.torch.ops import OPS, TorchOps, viewing
+from planner.backends.torch.ops import OPS, viewing
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, reordered, without
@@ -367,16 +367,6 @@ def broadcast_product(spec: Spec) -> Product:
 
     first, second = map(view_as_output, map(term_axes, spec.inputs))
     return lambda a, b: torch.mul(first(a), second(b))
-
-
-class _ResultOps(TorchOps):
-    """`TorchOps` for the last step of a plan: products by element lie as torch allocates them, not row-major."""
-
-    def product(self, form: ProductForm, spec: Spec) -> Product:
-        return super().product(form, spec) if form.contracted else broadcast_product(spec)
-
-
-RESULT_OPS = _ResultOps()
 
 
 def has_large_vectors(form: ProductForm) -> bool:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, evaluation, is_swapped
-from planner.backends.common.stock_rows import MOST_FEW, VIEW_LAUNCHES, are_dots, are_few_terms, flat_stock_work
-from planner.backends.torch.ops import OPS, viewing
-from planner.backends.torch.products import MOST_LETTERS, einsum_call, least_of_product
+from planner.backends.common.stock_rows import MOST_FEW, VIEW_LAUNCHES, are_dots, flat_stock_work
+from planner.backends.torch.ops import OPS, TorchOps, viewing
+from planner.backends.torch.products import MOST_LETTERS, broadcast_product, einsum_call, least_of_product
 from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, layout_of, reordered
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, term_axes
-from planner.program.forms import known_product, product_form
+from planner.program.forms import ProductForm, known_product, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op
 
 TRANSPOSED = "transposed matmul"
 # Of so many multiplications a product takes 4 us, its transpose 3 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 LEAST_MULTIPLICATIONS = 2**14
+# Up to how many terms a sum has few, and from how many elements on a result is large.
+_MOST_TERMS, _LARGE_RESULT = 9, 2**14
 _HAS_MKL = torch.backends.mkl.is_available()
 
 
@@ -45,11 +48,31 @@ def transposed_row() -> Implementation:
 
 @cached_by_step
 def _find(op: Op) -> Op | str:
-    """Return the step whose result is that of a product with few columns or few terms, transposed.
+    """Return the step whose result is that of a product with few columns, transposed.
 
     MKL multiplies few rows by many columns in a third to a fortieth of the time of many rows by few columns (one core
     of an AMD EPYC, torch 2.13, 2026-11-28). If the terms of both operands' sums are neighbours in memory, it takes as
-    long. See `are_few_terms` for the other way round.
+    long.
+    """
+    found = _transpose(op)
+    if isinstance(found, str):
+        return found
+    transposed, (batch, rows, columns, terms) = found
+    if batch * rows * columns * terms < LEAST_MULTIPLICATIONS:
+        return f"needs {LEAST_MULTIPLICATIONS} multiplications, since small products take as long"
+    if batch > 1 and rows * columns * terms < SMALL_MATRIX:
+        return "torch multiplies small matrices of a batch itself"
+    if not 1 < columns <= MOST_FEW or rows < 4 * columns:
+        return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
+    if terms > MOST_FEW and are_dots(known_product(op.spec), op):
+        return "the terms of both operands' sums are neighbours in memory"
+    return transposed
+
+
+def _transpose(op: Op) -> tuple[Op, tuple[int, int, int, int]] | str:
+    """Return the step with a transposed result, and the batch, rows, columns and terms of the op; or why there is none.
+
+    A product that `torch.mm` or `torch.bmm` computes is computed transposed too, with the result's other axes first.
     """
     form = product_form(op.spec) if isinstance(op, Einsum) else None
     if form is None or not form.contracted or op.dtype not in ("float32", "float64") or not _HAS_MKL:
@@ -57,16 +80,7 @@ def _find(op: Op) -> Op | str:
     (batch, rows, columns, terms), order = form.sizes, (*form.batch, *form.right, *form.left)
     if is_swapped(form, op.spec):
         rows, columns, order = columns, rows, (*form.batch, *form.left, *form.right)
-    if batch * rows * columns * terms < LEAST_MULTIPLICATIONS:
-        return f"needs {LEAST_MULTIPLICATIONS} multiplications, since small products take as long"
-    if batch > 1 and rows * columns * terms < SMALL_MATRIX:
-        return "torch multiplies small matrices of a batch itself"
-    if not are_few_terms(rows, columns, terms):
-        if not 1 < columns <= MOST_FEW or rows < 4 * columns:
-            return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
-        if terms > MOST_FEW and are_dots(form, op):
-            return "the terms of both operands' sums are neighbours in memory"
-    return dataclasses.replace(op, spec=Spec(op.spec.inputs, order, op.spec.sizes))
+    return dataclasses.replace(op, spec=Spec(op.spec.inputs, order, op.spec.sizes)), (batch, rows, columns, terms)
 
 
 def _order_of(op: Op) -> Term | None:
@@ -88,12 +102,49 @@ def _run(op: Op, transposed: Op, inputs: Sequence[Any], index: Any) -> tuple[Any
 @cached_by_step
 def _product(op: Op) -> Product:
     """Return the function that multiplies two operands, and returns a view of the transposed result."""
-    transposed = _find(op)
-    assert not isinstance(transposed, str)
-    spec = transposed.spec
+    found = _transpose(op)
+    assert not isinstance(found, str)
+    spec = found[0].spec
     product = OPS.product(known_product(spec), spec)
     back = viewing([spec.output.index(e) for e in op.spec.output], (1,) * len(spec.output))
     return lambda a, b: back(product(a, b))
+
+
+class ResultOps(TorchOps):
+    """`TorchOps` for the last step of a plan without gradients, whose result may lie otherwise than the plan says.
+
+    Products by element lie as torch allocates them, not row-major. Of some rows, many columns and few terms MKL
+    multiplies the transpose in a half to a fifth of the time (one core of an AMD EPYC, torch 2.13, 2026-11-28). But
+    gradients of results come row-major, as a rule, and would be copied.
+
+    Args:
+        dtype: the dtype of the operands.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        """Return the function that computes a product."""
+        if not form.contracted:
+            return broadcast_product(spec)
+        return self.of_few_terms(spec) or super().product(form, spec)
+
+    def of_few_terms(self, spec: Spec) -> Product | None:
+        """Return the transposed product if that is faster because its sums have few terms."""
+        op = Einsum(spec, self.dtype)
+        found = _transpose(op)
+        if isinstance(found, str):
+            return None
+        _, rows, columns, terms = found[1]
+        few = terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
+        return _product(op) if few else None
+
+
+@lru_cache
+def result_ops(dtype: str) -> TorchOps:
+    """Return what runs the last step of a plan without gradients."""
+    return OPS if dtype == "bool" else ResultOps(dtype)
 
 
 def native_transposed(
