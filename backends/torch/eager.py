@@ -38,7 +38,7 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, ResultOps, native_transposed, result_ops
+from planner.backends.torch.transposed import TRANSPOSED, has_few_terms, native_transposed, result_ops
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
@@ -329,8 +329,9 @@ class _Compiler:
                 return None
             if self.tries:
                 return _no_run, result
-            if root and not recorded and (few_terms := ResultOps(op.dtype).of_few_terms(spec)):
-                return few_terms, result
+            # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
+            if root and not recorded and len(spec.axes) == 3 and has_few_terms(op):
+                return result_ops(op.dtype).product(form, spec), result
             calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out

@@ -113,9 +113,7 @@ def _product(op: Op) -> Product:
 class ResultOps(TorchOps):
     """`TorchOps` for the last step of a plan without gradients, whose result may lie otherwise than the plan says.
 
-    Products by element lie as torch allocates them, not row-major. Of some rows, many columns and few terms MKL
-    multiplies the transpose in a half to a fifth of the time (one core of an AMD EPYC, torch 2.13, 2026-11-28). But
-    gradients of results come row-major, as a rule, and would be copied.
+    Products by element lie as torch allocates them, not row-major; those with few terms are transposed.
 
     Args:
         dtype: the dtype of the operands.
@@ -128,17 +126,21 @@ class ResultOps(TorchOps):
         """Return the function that computes a product."""
         if not form.contracted:
             return broadcast_product(spec)
-        return self.of_few_terms(spec) or super().product(form, spec)
-
-    def of_few_terms(self, spec: Spec) -> Product | None:
-        """Return the transposed product if that is faster because its sums have few terms."""
         op = Einsum(spec, self.dtype)
-        found = _transpose(op)
-        if isinstance(found, str):
-            return None
-        _, rows, columns, terms = found[1]
-        few = terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
-        return _product(op) if few else None
+        return _product(op) if has_few_terms(op) else super().product(form, spec)
+
+
+def has_few_terms(op: Op) -> bool:
+    """Whether a product has so few terms, some rows and many columns that its transpose is faster.
+
+    MKL multiplies the transpose in a half to a fifth of the time (one core of an AMD EPYC, torch 2.13, 2026-11-28). But
+    gradients of large results would be copied: as a rule they come row-major.
+    """
+    found = _transpose(op)
+    if isinstance(found, str):
+        return False
+    _, rows, columns, terms = found[1]
+    return terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
 
 
 @lru_cache
