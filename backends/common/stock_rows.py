@@ -40,7 +40,7 @@ _SMALL_SECONDS = 0.9e-9
 # takes no longer.
 MOST_FEW, _LEAST_TERMS = 15, 16
 _ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
-_FEW_MULTIPLICATIONS = 2**18
+_FEW_MULTIPLICATIONS, _FEW_ROWS = 2**18, 3
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -179,10 +179,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     if kind in ("matmul", "multiply"):
         return parts
     if kind == "take, multiply, add" and device.kind == "cpu":
-        form = known_product(product_of_rows(spec))
-        batch, m, n, k = form.sizes
-        if form.contracted:
-            parts[-1] = parts[-1]._replace(rate=device.product_rate(m, n, k, op.dtype, batch))
+        parts[-1] = parts[-1]._replace(rate=_rate_of_rows(op, device))
     flat = sum(len(indexed_dims(term)) > 1 for term in spec.terms)
     more = _row_launches(spec) if device.kind == "cpu" else 0.0
     inner = any(indexed_dims(term) not in ((), tuple(range(len(indexed_dims(term))))) for term in spec.inputs)
@@ -233,6 +230,21 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
     if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
         return [work, Work(seconds=work.flops / work.rate)]
     return [work]
+
+
+def _rate_of_rows(op: Op, device: Device) -> float:
+    """Return the FLOP/s of the product within a product with rows."""
+    inner = product_of_rows(op.spec)
+    form = known_product(inner)
+    batch, rows, columns, terms = form.sizes
+    if is_swapped(form, inner):
+        rows, columns = columns, rows
+    if not form.contracted:
+        return device.flop_rate
+    if device.products or 1 < columns < rows:
+        return device.product_rate(rows, columns, terms, op.dtype, batch)
+    # `skinny_rate` is that of few columns. Few rows, and vectors, which are the first factors, are faster.
+    return min(device.flop_rate, _FEW_ROWS * device.product_rate(rows, columns, terms, op.dtype, batch))
 
 
 def small_matrix_seconds(form: ProductForm, device: Device) -> float:
