@@ -177,7 +177,9 @@ def test_a_part_of_another_type_is_refused(name):
     stored = json.loads(IN_JSON[name].to_json())
     paths = [path for path in leaves(stored) if "optimize" not in path]
     assert len(paths) > 300
-    for path in random.Random(0).sample(paths, 300):
+    # Those of ops were believed.
+    of_ops = [path for path in paths if path[-1] in ("pair", "source_dtype")]
+    for path in [*random.Random(0).sample(paths, 300), *of_ops]:
         for value in ([[True]], {"type": "Leaf", "operand": 0}):
             with pytest.raises(planner.PlannerError):
                 planner.Plan.from_json(changed(stored, path, value))
@@ -700,7 +702,8 @@ def test_a_plan_is_bound_once(monkeypatch):
 )
 def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     spec = Spec((tuple(order),), (), tuple(sorted(sizes.items())))
-    seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec, CPU)
+    device = dataclasses.replace(CPU, loop_seconds=3e-8)
+    seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec, device)
     assert seconds == pytest.approx(nanoseconds * 1e-9)
 
 

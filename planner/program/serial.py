@@ -347,6 +347,8 @@ def _decode_plan(naive_cost: PlanCost, loop: _StoredLoop | None = None, **parts:
 def _decode_op(
     spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...], **more: Any
 ) -> Op:
+    if not isinstance(pair, bool) or not isinstance(source_dtype, str | None):
+        raise PlannerError("this is not a plan written by to_json: 'pair' or 'source_dtype' is damaged")
     if "bodies" in more:
         if not more["bodies"]:
             raise PlannerError("this is not a plan written by to_json: 'bodies' is damaged")
