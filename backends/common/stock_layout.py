@@ -68,14 +68,14 @@ def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, 
     return matrix_copies(a, layout_a, of_a, spec), matrix_copies(b, layout_b, of_b, spec)
 
 
-def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
-    """Return how many elements are in operands that are batches of vectors with a stride other than 1."""
-    elements, (_, m, n, k) = 0, form.sizes
+def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> list[int]:
+    """Return the number of elements of each operand that is a batch of vectors with a stride other than 1, else 0."""
+    elements, (_, m, n, k) = [0, 0], form.sizes
     for number, (side, free) in enumerate(((m, form.left), (n, form.right))):
         if (side == 1) != (k == 1):
             close = neighbours(spec.inputs[number], layouts[number], spec)
             if close not in free and close not in form.contracted:
-                elements += spec.elements[number]
+                elements[number] = spec.elements[number]
     return elements
 
 

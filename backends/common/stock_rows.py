@@ -37,10 +37,12 @@ _SMALL_SECONDS = 0.9e-9
 # memory. Where those of the first are not, and it has more than 128 rows, it takes so many seconds more for each of its
 # elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
 # every four columns and each column that is left (one core of an AMD EPYC, torch 2.13, 2026-11-28). For fewer terms it
-# takes no longer.
-MOST_FEW, _LEAST_TERMS = 15, 16
+# takes no longer, and from 4,096 rows on no longer for each.
+MOST_FEW, TRANSPOSED_DTYPES = 15, ("float32", "float64")
 _ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
-_FEW_MULTIPLICATIONS, _FEW_ROWS = 2**18, 3
+# A product of so many multiplications takes 90 us on one core and 45 on two, and its transpose 22 (256 terms and 4
+# columns there). Without classes its rate is that of few columns; few rows, and vectors, are so many times as fast.
+_FEW_MULTIPLICATIONS, _TIMES_AS_FAST = 2**19, 3
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -169,8 +171,11 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
-        if kind == "matmul" and (elements := scattered_vectors(form, spec, layouts)):
-            parts.append(Work.of_copies((elements - elements // batch) * itemsize(op.dtype)))
+        if kind == "matmul" and any(vectors := scattered_vectors(form, spec, layouts)):
+            # What makes an operand flat gives it unit strides. `matrix_copies` counts one vector of a flat one.
+            counted = product_copies(form, spec, layouts)
+            rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
+            parts.append(Work.of_copies(rest * itemsize(op.dtype)))
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
@@ -192,44 +197,52 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
 
 
-def are_dots(form: ProductForm, op: Op) -> bool:
-    """Whether the terms of both operands' sums are neighbours in memory: each element is a product of vectors."""
+def has_dots(form: ProductForm, op: Op) -> bool:
+    """Whether sums are long, and their terms are neighbours in both operands: each element is a dot product."""
     layouts = op.layouts or (None, None)
-    return all(
+    return form.sizes[3] > MOST_FEW and all(
         neighbours(term, layout, op.spec) in form.contracted
         for term, layout in zip(op.spec.inputs, layouts, strict=True)
     )
 
 
-def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
-    """Return what a product takes, from what it takes by the rate of its sides, if these are far from each other.
+def has_few_columns(rows: int, columns: int) -> bool:
+    """Whether a product has few columns, and many rows."""
+    return 0 < columns <= MOST_FEW and rows >= 4 * columns
 
-    Without measured classes a product takes twice as long as its transpose where that surely is not slower: in a batch;
-    where `torch.einsum` multiplies that way, too; or of few multiplications, for which threads are of no use.
+
+def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
+    """Return what a product takes, from what it takes by the rate of its sides, if it has few columns.
+
+    The transpose of the product takes what the rate of few rows says. Without measured classes both rates are one. Then
+    the product counts twice as long where its transpose is not slower than what `torch.einsum` does: in a batch; where
+    that multiplies the transpose, too; or of few multiplications, for which threads are of little use.
     """
     batch, rows, columns, terms = form.sizes
-    many = 0
+    long_operand = 0  # the one with the rows
     if is_swapped(form, op.spec):
-        rows, columns, many = columns, rows, 1
-    if rows * columns * terms < SMALL_MATRIX:
+        rows, columns, long_operand = columns, rows, 1
+    if rows * columns * terms < SMALL_MATRIX or not has_few_columns(rows, columns):
         return [work]
-    if rows < 4 * columns or not 0 < columns <= MOST_FEW:
-        return [work]
-    few_rows = device.product_rate(columns, rows, terms, op.dtype, batch)
+    rate_of_transpose = device.product_rate(columns, rows, terms, op.dtype, batch)
     if columns == 1:  # batches of vectors are the first factors
-        return [work._replace(rate=few_rows)] if batch > 1 else [work]
-    long = terms >= _LEAST_TERMS
-    if long and are_dots(form, op):
-        return [work._replace(rate=max(work.rate, few_rows))]
-    layouts = op.layouts or (None, None)
-    near, far = (neighbours(op.spec.inputs[number], layouts[number], op.spec) for number in (many, 1 - many))
-    if long and near not in form.contracted and columns < 12 and rows > 128:
-        turns = columns // 4 + columns % 4 if far in form.contracted else 1
-        doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
-        return [work, Work(seconds=batch * rows * terms * turns * doubled * _ROWS_SECONDS)]
-    if not device.products and (batch > 1 or many == 1 or rows * columns * terms <= _FEW_MULTIPLICATIONS):
-        return [work, Work(seconds=work.flops / work.rate)]
-    return [work]
+        return [work._replace(rate=rate_of_transpose)] if batch > 1 else [work]
+    if op.dtype not in TRANSPOSED_DTYPES:
+        return [work]
+    if has_dots(form, op):
+        return [work._replace(rate=max(work.rate, rate_of_transpose))]
+    seconds = 0.0
+    if terms > MOST_FEW:
+        layouts = op.layouts or (None, None)
+        innermost = [neighbours(term, layout, op.spec) for term, layout in zip(op.spec.inputs, layouts, strict=True)]
+        if innermost[long_operand] not in form.contracted and rows > 128:
+            turns = columns // 4 + columns % 4 if innermost[1 - long_operand] in form.contracted else 1
+            doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
+            seconds = batch * rows * terms * turns * doubled * _ROWS_SECONDS
+    as_einsum = long_operand == 1  # which takes the rows of its first operand
+    if not device.products and (batch > 1 or as_einsum or rows * columns * terms <= _FEW_MULTIPLICATIONS):
+        seconds = max(seconds, work.flops / work.rate)
+    return [work, Work(seconds=seconds)]
 
 
 def _rate_of_rows(op: Op, device: Device) -> float:
@@ -244,7 +257,7 @@ def _rate_of_rows(op: Op, device: Device) -> float:
     if device.products or 1 < columns < rows:
         return device.product_rate(rows, columns, terms, op.dtype, batch)
     # `skinny_rate` is that of few columns. Few rows, and vectors, which are the first factors, are faster.
-    return min(device.flop_rate, _FEW_ROWS * device.product_rate(rows, columns, terms, op.dtype, batch))
+    return min(device.flop_rate, _TIMES_AS_FAST * device.product_rate(rows, columns, terms, op.dtype, batch))
 
 
 def small_matrix_seconds(form: ProductForm, device: Device) -> float:

@@ -76,8 +76,9 @@ MOST_SMALL_SECONDS = 2e-4
 # A copy of so many bytes may be kept in place of a computed value. The backward pass does not make it again, though the
 # plan says so.
 MOST_REPLACED = 2**15
-# Torch multiplies scattered matrices as they lie up to so many multiplications: 13 and 24 us for 19 and 30 on one core
-# of an AMD EPYC at 4,608 and 18,432 of them, 191 us for 47 at 73,728; torch 2.13, 2026-11-27.
+# Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
+# 17 at 32,768, 191 for 47 at 73,728. Vectors take longer, 55 us for 11 at 65,536. One core of an AMD EPYC, torch 2.13,
+# 2026-11-28.
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
 # What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
@@ -101,6 +102,7 @@ def compile_native(
     reads: Reads | None = None,
     tries: bool = False,
     unkept: Collection[int] = (),
+    on_cpu: bool = True,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -120,6 +122,7 @@ def compile_native(
         reads: where it enters what it finds out about index arrays.
         tries: whether the function will not be called: then it need not be made whole.
         unkept: the numbers of operands that autograd must not keep, because they are copies that no gradient reads.
+        on_cpu: whether the calls run on a CPU.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -128,7 +131,7 @@ def compile_native(
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
     reads = reads or Reads()
-    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries, unkept)
+    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries, unkept, on_cpu)
     compiled = compiler.compile(tree)
     return None if compiled is None else compiled[0]
 
@@ -214,6 +217,7 @@ class _Compiler:
     reads: Reads
     tries: bool
     unkept: Collection[int]
+    on_cpu: bool
 
     def compile(self, tree: Tree, root: bool = True) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -311,7 +315,7 @@ class _Compiler:
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
-            run = evaluation(result_ops(op.dtype) if root else OPS, spec)
+            run = evaluation(result_ops(op.dtype) if root and self.on_cpu else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
@@ -330,7 +334,7 @@ class _Compiler:
             if self.tries:
                 return _no_run, result
             # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
-            if root and not recorded and len(spec.axes) == 3 and has_few_terms(op):
+            if root and not recorded and self.on_cpu and len(spec.axes) == 3 and has_few_terms(op):
                 return result_ops(op.dtype).product(form, spec), result
             calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)

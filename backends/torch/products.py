@@ -59,7 +59,8 @@ def product_rows() -> list[Implementation]:
             alike=lambda op: _axis_of(_find_slices(op)), least=_sliced_least),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
             inexact=("cuda",), alike=lambda op: _axis_of(_find_batch(op)), least=_batched_least),
-        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, alike=_summed_order,
+        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts,
+            any_sizes=True, alike=_summed_order,
             least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
     ]  # fmt: skip
 
@@ -324,7 +325,8 @@ def _summed_order(op: Op) -> tuple[tuple[str, ...], int]:
     if layout is not None and not layout.unknown:
         lies = [widest[d] for run in layout.runs for d in run]
         widest = (*(e for e in widest if e not in lies), *lies)
-    return (*(e for term in terms for e in term if e not in widest), *widest), larger  # the first ones are of size 1
+    # Of vectors and matrices the first ones have size 1.
+    return (*(e for term in terms for e in term if e not in widest), *widest), larger
 
 
 @cached_by_step

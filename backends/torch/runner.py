@@ -223,6 +223,7 @@ def _native(
         rows=rows,
         wraps=wraps,
         unkept=unkept,
+        on_cpu=plan.device.kind == "cpu",
     )
     reads = Reads()
     native = compiled(reads=reads)

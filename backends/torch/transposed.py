@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, evaluation, is_swapped
-from planner.backends.common.stock_rows import MOST_FEW, VIEW_LAUNCHES, are_dots, flat_stock_work
+from planner.backends.common.stock_rows import (
+    MOST_FEW,
+    TRANSPOSED_DTYPES,
+    VIEW_LAUNCHES,
+    flat_stock_work,
+    has_dots,
+    has_few_columns,
+)
 from planner.backends.torch.ops import OPS, TorchOps, viewing
 from planner.backends.torch.products import MOST_LETTERS, broadcast_product, einsum_call, least_of_product
 from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
@@ -39,6 +46,7 @@ def transposed_row() -> Implementation:
         _work,
         _run,
         _layouts,
+        any_sizes=True,
         alike=_order_of,
         inputs=2,
         kinds=("cpu",),
@@ -50,7 +58,7 @@ def transposed_row() -> Implementation:
 def _find(op: Op) -> Op | str:
     """Return the step whose result is that of a product with few columns, transposed.
 
-    MKL multiplies few rows by many columns in a third to a fortieth of the time of many rows by few columns (one core
+    MKL multiplies few rows by many columns in a half to a fortieth of the time of many rows by few columns (one core
     of an AMD EPYC, torch 2.13, 2026-11-28). If the terms of both operands' sums are neighbours in memory, it takes as
     long.
     """
@@ -62,9 +70,9 @@ def _find(op: Op) -> Op | str:
         return f"needs {LEAST_MULTIPLICATIONS} multiplications, since small products take as long"
     if batch > 1 and rows * columns * terms < SMALL_MATRIX:
         return "torch multiplies small matrices of a batch itself"
-    if not 1 < columns <= MOST_FEW or rows < 4 * columns:
+    if columns == 1 or not has_few_columns(rows, columns):
         return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
-    if terms > MOST_FEW and are_dots(known_product(op.spec), op):
+    if has_dots(known_product(op.spec), op):
         return "the terms of both operands' sums are neighbours in memory"
     return transposed
 
@@ -75,7 +83,7 @@ def _transpose(op: Op) -> tuple[Op, tuple[int, int, int, int]] | str:
     A product that `torch.mm` or `torch.bmm` computes is computed transposed too, with the result's other axes first.
     """
     form = product_form(op.spec) if isinstance(op, Einsum) else None
-    if form is None or not form.contracted or op.dtype not in ("float32", "float64") or not _HAS_MKL:
+    if form is None or not form.contracted or op.dtype not in TRANSPOSED_DTYPES or not _HAS_MKL:
         return "needs a product of matrices of float32 or float64, and MKL"
     (batch, rows, columns, terms), order = form.sizes, (*form.batch, *form.right, *form.left)
     if is_swapped(form, op.spec):
@@ -170,8 +178,7 @@ def native_transposed(
     spec, output = transposed.spec, term_axes(transposed.spec.output)
     form, dims = known_product(spec), [output.index(str(e)) for e in op.spec.output]
     result = STRIDE_OPS.permute(evaluation(ops, spec)(standins, {}, False), dims)
-    ordered = all(sorted(group, key=output.index) == list(group) for group in form.matrices[2])
-    if not ordered or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
+    if len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
         return None if recorded else (_product(planned), result)
     call = einsum_call(form, spec, output, is_swapped(form, spec))
     return (lambda a, b: call(a, b).permute(dims)), result

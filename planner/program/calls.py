@@ -32,9 +32,10 @@ class PreparedRun:
     Attributes:
         prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
         any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
-            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
-        alike: for functions that run ops of other sizes only if these agree on something, such as the axis that is cut:
-            returns that for an op.
+            shapes of its inputs; and the row's refusals ask no more of a size than whether it is 0 or 1, unless `alike`
+            says on what.
+        alike: for functions that run ops of other sizes, or whose results lie in memory as theirs do, only if these ops
+            agree on something, such as the axis that is cut: returns that for an op.
     """
 
     prepare: Callable[[Any], Run]

@@ -254,7 +254,8 @@ class Table:
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
         """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
-        return self.alike(steps) == []
+        runs = (self.rows[step.choice.lowering].run for step in steps)
+        return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
 
     def runs_sizes(self, steps: Iterable[Step], sizes: Mapping[str | Gather, int]) -> bool:
         """Whether all steps run in their implementations at these sizes, of all axes and gathers of their specs."""
@@ -264,7 +265,7 @@ class Table:
         )
 
     def alike(self, steps: Iterable[Step]) -> list[tuple[Op, Callable[[Op], Any]]] | None:
-        """Return the ops that run at some other sizes only, with the functions of `PreparedRun.alike`.
+        """Return the ops that run, or lie, as they do at some other sizes only, with functions `PreparedRun.alike`.
 
         None if a step runs at its own sizes only.
         """

@@ -18,7 +18,7 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
-_MOST_MEMORY = Limits(2**20, 2**18)
+_MOST_ALLOCATED, _MOST_RETAINED = 2**20, 2**18
 # The part of the time that such a plan may take if it needs more than that.
 _WORTH_MEMORY = 0.9
 
@@ -94,8 +94,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
 
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
-    memory, retained = _MOST_MEMORY
-    most = Limits(max(best.cost.peak_bytes, memory or 0), max(best.cost.retained_bytes, retained or 0))
+    most = Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
     gathers = space.contraction.resolved.spec.gathers
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
