@@ -79,6 +79,8 @@ def test_plans_do_not_depend_on_the_order_of_calls(cases, seed):
     assert first == [again[number] for number in range(len(cases))]
 
 
+# The member's product has too many columns for the row of the largest member.
+@example(("iij, jk, k -> ki", {"i": 12, "j": 22, "k": 33, "1": 1}, True))
 @settings(max_examples=30)
 @given(problems())
 def test_a_member_has_the_steps_of_its_representative(case):
@@ -91,10 +93,14 @@ def test_a_member_has_the_steps_of_its_representative(case):
     assert plan.path == family.plan.path
     if plan.loop is not None:  # loops are a member's own
         return
-    rows = load_backend(plan.backend).table.rows
+    table = load_backend(plan.backend).table
     for step, of_family in zip(plan.steps, family.plan.steps, strict=True):
         row = of_family.choice.lowering
-        assert step.choice.lowering == row or rows[row].refusal(step.op, plan.device) is not None
+        if table.rows[row].refusal(step.op, plan.device) is None:
+            assert step.choice.lowering == row
+        else:
+            others = table.choices(step.op, plan.device)
+            assert step.choice.cost.picoseconds == min(other.cost.picoseconds for other in others)
     assert plan.programs.forward.results == family.plan.programs.forward.results
     assert "of the family of" in str(plan)
 

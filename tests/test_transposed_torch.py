@@ -206,6 +206,15 @@ def test_members_of_a_family_are_transposed_as_their_own_sizes_ask():
         assert (rows_of(plan) == [TRANSPOSED]) == (found.stride()[-1] != 1) == (rows >= 36)
 
 
+@pytest.mark.parametrize(("columns", "runs"), [(3, True), (4, True), (15, True), (16, False), (1, False)])
+def test_a_traced_product_runs_at_sizes_that_are_transposed_too(columns, runs):
+    """Its result would lie otherwise at others."""
+    table = load_backend("torch").table
+    plan = plan_of("zbk,zkn->zbn", integers(8, 512, 64), integers(8, 64, 3))
+    assert rows_of(plan) == [TRANSPOSED]
+    assert table.runs_sizes(plan.steps, {"z": 8, "b": 512, "k": 64, "n": columns}) == runs
+
+
 @pytest.mark.parametrize(
     ("spec", "a", "b"),
     [
