@@ -60,7 +60,8 @@ PRODUCTS = {
     "product": lambda n: 2 * n * 3 * 4,
     "layer": lambda n: 2 * 2 * n * 4 * 5,
     "transposed product": lambda n: 2 * 2 * 3 * n * 6 * 5,
-    "product of copies": lambda n: 2 * n * 5 * 12,
+    "product of copies": lambda n: 2 * n * 16 * 12,
+    "few columns": lambda n: 2 * 2 * n * 64 * 3,
     "elements": lambda n: 0,
     "sum": lambda n: 0,
     "gather": lambda n: 0,
@@ -217,6 +218,7 @@ def test_selective_checkpoints_of_bad_indices(mode, dtype):
         ("product", "save products"),
         ("chain", "save products"),
         ("nothing kept", "save products"),
+        ("few columns, nothing kept", "save products"),
         ("message passing", "save products"),
         ("grouped product", "save ours"),
         ("scores", "save ours"),
@@ -270,12 +272,13 @@ def test_a_profiler_shows_the_spec_and_the_steps():
         assert all("grouped" in outer[0] for outer in products)
 
 
-def test_a_profiler_shows_native_steps():
-    call, operands = cold_call("chain")
+@pytest.mark.parametrize("name", ["chain", "few columns"])
+def test_a_profiler_shows_native_steps(name):
+    call, operands = cold_call(name)
     plan = planner.plan(*call.args, *operands, **call.keywords)
     found = ranges(gradients, call, operands)
     products = [outer for name, outer in found if name in ("aten::mm", "aten::bmm")]
-    forward = [[step, "planner ab, bc, cd, de -> ae"] for step in steps_of(plan.programs.forward)]
+    forward = [[step, f"planner {plan.text}"] for step in steps_of(plan.programs.forward)]
     assert products[: len(forward)] == forward
     # Each product has two gradients. Torch runs them in the order of its graph.
     assert sorted(products[len(forward) :]) == sorted([[step] for step, _ in forward] * 2)

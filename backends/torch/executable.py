@@ -16,6 +16,7 @@ from planner.backends.torch.checks import poisoned, prepare_indices, raise_pendi
 from planner.backends.torch.contexts.modes import compiles, hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
+from planner.backends.torch.transposed import calls_torch
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.language.cached import enter
 from planner.language.derive import resize_spec, sum_dims, summable_dims
@@ -149,8 +150,7 @@ class Executable:
     @cached_property
     def only_stock(self) -> bool:
         """Whether the forward program calls torch's own operators only, and in no loop."""
-        steps = self.programs.forward.computing
-        return self.plan.loop is None and all(self.table.rows[step.choice.lowering].stock for step in steps)
+        return self.plan.loop is None and calls_torch(self.table, self.programs.forward.computing)
 
     @cached_property
     def text(self) -> str:

@@ -229,7 +229,7 @@ def _native(
     native = compiled(reads=reads)
     if native is None:
         return None
-    show = lru_cache(maxsize=1)(partial(compiled, named_native))  # compiled when a profiler is on first
+    show = lru_cache(maxsize=1)(partial(compiled, partial(named_native, rows)))  # compiled when a profiler is on first
     # Sizes that are symbols may turn out to be large.
     small = plan.device.kind == "cpu" and plan.dtype in ("float32", "float64") and getattr(index, "sizes", None) is None
     label, sums = f"planner {plan.text}", MULTIPLY_SUM in rows.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,8 +27,9 @@ from planner.cost.layout import Layout, layout_of, reordered
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, term_axes
 from planner.program.forms import ProductForm, known_product, product_form
-from planner.program.implementations import Implementation, form_row
+from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, Op
+from planner.program.program import Step
 
 TRANSPOSED = "transposed matmul"
 # Of so many multiplications a product takes 4 us, its transpose 3 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
@@ -52,6 +53,11 @@ def transposed_row() -> Implementation:
         kinds=("cpu",),
         least=lambda op, device: least_of_product(op, device, 1),
     )
+
+
+def calls_torch(table: Table, steps: Iterable[Step]) -> bool:
+    """Whether steps call torch's own operators only, so that a compiler or a selective checkpoint may see these."""
+    return all(table.rows[name].stock for name in {step.choice.lowering for step in steps} - {TRANSPOSED})
 
 
 @cached_by_step

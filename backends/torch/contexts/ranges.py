@@ -5,14 +5,14 @@ Without a profiler no range is made. These ranges are no operators, so no mode s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
-from planner.backends.common.stock_rows import stock_kind
+from planner.language.spec import Spec
 from planner.program.calls import RangedIndices, Run
 from planner.program.implementations import Table
 from planner.program.ops import Op
@@ -48,9 +48,15 @@ def named_program(table: Table, program: Program, name: str) -> RunProgram:
     return run
 
 
-def named_native(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function that runs a step of native calls within a range, and what autograd records of it too."""
-    label = _name(op, stock_kind(op))
+def named_native(rows: Mapping[Spec, str], op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function that runs a step of native calls within a range, and what autograd records of it too.
+
+    Args:
+        rows: the implementation of each step, by the step's spec.
+        op: the step.
+        run_step: the function that runs it.
+    """
+    label = _name(op, rows[op.spec])
 
     def run(*inputs: Any) -> Tensor:
         with Range(label):

@@ -45,6 +45,7 @@ from planner.backends.torch.eager import MOST_SMALL_SECONDS
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, finite, is_recorded, occurs, torch_dtype
+from planner.backends.torch.transposed import calls_torch
 from planner.cost.layout import dense_strides
 from planner.language.cached import enter
 from planner.language.derive import transpose
@@ -82,12 +83,12 @@ def _fuses(executable: Executable) -> bool:
 
     That is so for small plans with index arrays that keep operands only: an operator in Python takes longer than these.
     """
-    plan, rows = executable.plan, executable.table.rows
+    plan = executable.plan
     small = executable.gathers and not executable.kept and plan.cost.seconds <= MOST_SMALL_SECONDS
     if not small or plan.options.limited or executable.drops or not compiles() or bare_operators():
         return False
-    names = {step.choice.lowering for step in executable.programs.steps} - {TAKE}
-    return plan.loop is None and all(rows[name].stock for name in names)
+    steps = [step for step in executable.programs.steps if step.choice.lowering != TAKE]
+    return plan.loop is None and calls_torch(executable.table, steps)
 
 
 def run_forward(
