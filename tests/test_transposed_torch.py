@@ -38,15 +38,15 @@ def rows_of(plan):
     return [step.choice.lowering for step in plan.steps]
 
 
+# The rows lie as columns in memory.
 FEW_COLUMNS = [
-    ("zbk,zkn->zbn", (8, 512, 16), (8, 16, 3)),  # in a batch
-    ("zkn,zbk->zbn", (8, 16, 3), (8, 512, 16)),  # the other operand first
-    ("zbk,zkn->znb", (4, 64, 16), (4, 16, 3)),  # the result's columns first, as they are computed
-    ("ijk,zvij->zvk", (3, 3, 5), (512, 8, 3, 3)),  # `torch.einsum` multiplies the other way
-    ("zvij,ijk->zvk", (512, 8, 3, 3), (3, 3, 5)),  # of few multiplications
-    ("kb,kn->bn", (64, 512), (64, 8)),  # the rows of the first operand lie as columns
+    ("zkb,zkn->zbn", (8, 16, 512), (8, 16, 3)),  # in a batch
+    ("zkn,zkb->zbn", (8, 16, 3), (8, 16, 512)),  # the other operand first
+    ("zkb,zkn->znb", (8, 16, 512), (8, 16, 3)),  # the result's columns first, as they are computed
+    ("ijk,ijzv->zvk", (3, 3, 5), (3, 3, 512, 8)),  # `torch.einsum` multiplies the other way
+    ("kb,kn->bn", (64, 512), (64, 8)),
     ("kb,kn->bn", (64, 2048), (64, 15)),
-    ("bk,kn->bn", (256, 128), (128, 8)),  # of a family whose largest member has more multiplications
+    ("kb,kn->bn", (128, 256), (128, 8)),  # of a family whose largest member has more multiplications
 ]
 
 
@@ -65,9 +65,9 @@ def test_few_columns_are_multiplied_as_few_rows(spec, a, b, grad):
 
 
 def test_gradients_of_few_columns_are_products_of_few_rows():
-    x, w = integers(512, 64, grad=True), integers(64, 8, grad=True)
+    x, w = integers(4096, 256, grad=True), integers(256, 8, grad=True)
     result = planner.contract("bk,kn->bn", x, w)
-    gradient = integers(512, 8)
+    gradient = integers(4096, 8)
     with torch.profiler.profile(record_shapes=True) as recorded:
         found = torch.autograd.grad(result, (x, w), gradient)
     products = [e.input_shapes[:2] for e in recorded.events() if e.name in ("aten::bmm", "aten::mm")]
@@ -80,9 +80,11 @@ def test_gradients_of_few_columns_are_products_of_few_rows():
 @pytest.mark.parametrize(
     ("spec", "a", "b"),
     [
-        ("bk,nk->bn", (512, 64), (8, 64)),  # both lie as MKL wants them
-        ("bk,kn->bn", (512, 64), (64, 32)),  # not so few columns
-        ("bk,kn->bn", (8, 64), (64, 4)),  # few rows, too
+        ("bk,kn->bn", (512, 64), (64, 8)),  # rows that lie as rows, which an Intel Xeon multiplies faster so
+        ("bk,nk->bn", (512, 64), (8, 64)),
+        ("kb,kn->bn", (64, 512), (64, 32)),  # not so few columns
+        ("kb,kn->bn", (1024, 16), (1024, 8)),  # few rows, too
+        ("kb,kn->bn", (64, 255), (64, 8)),  # a small product
         ("zbk,zkn->zbn", (8, 4, 4), (8, 4, 2)),  # small matrices, which torch multiplies itself
         ("zbk,zk->zb", (8, 64, 16), (8, 16)),  # vectors
     ],
@@ -95,7 +97,7 @@ def test_other_products_are_not_transposed(spec, a, b):
     ("spec", "shapes", "indices", "lies", "with_gradients"),
     [
         ("kb,kn->bn", ((3, 64), (3, 4096)), {}, (1, 64), (4096, 1)),
-        ("bn,q[d]jn->jdb", ((32, 2), (2, 64, 2)), {"q": torch.arange(64) % 2}, (32, 2048, 1), (1, 64, 4096)),
+        ("bn,q[d]jn->jdb", ((64, 2), (2, 64, 2)), {"q": torch.arange(64) % 2}, (64, 4096, 1), (4096, 64, 1)),
     ],
 )
 def test_few_terms_of_many_columns_go_the_other_way(spec, shapes, indices, lies, with_gradients):
@@ -132,8 +134,8 @@ def test_prices_do_not_fall_as_rows_grow():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.complex64])
 def test_other_dtypes_are_priced_as_they_were(dtype):
     """They have no transposed product."""
-    a, b = (torch.ones(*shape, dtype=dtype) for shape in ((8, 512, 16), (8, 16, 3)))
-    seconds = [planner.plan(spec, a, b).cost.seconds for spec in ("zbk,zkn->zbn", "zbk,zkn->znb")]
+    a, b = (torch.ones(*shape, dtype=dtype) for shape in ((8, 16, 512), (8, 16, 3)))
+    seconds = [planner.plan(spec, a, b).cost.seconds for spec in ("zkb,zkn->zbn", "zkb,zkn->znb")]
     assert seconds[0] <= 1.2 * seconds[1]
 
 
@@ -143,7 +145,7 @@ def products(draw):
     batch, left = draw(st.sampled_from(["", "z", "zy"])), draw(st.sampled_from(["a", "ab"]))
     right, summed = draw(st.sampled_from(["n", "nm"])), draw(st.sampled_from(["k", "kl"]))
     sizes = {"z": 2, "y": 3, "a": draw(st.integers(64, 128)), "b": 2, "m": 2, "l": 3}
-    sizes |= {"n": draw(st.integers(2, 7)), "k": draw(st.integers(5, 20))}
+    sizes |= {"n": draw(st.integers(2, 7)), "k": draw(st.integers(20, 60))}
     terms = ["".join(draw(st.permutations(batch + free + summed))) for free in (left, right)]
     out = "".join(draw(st.permutations(batch + left + right)))
     orders = [draw(st.permutations(range(len(term)))) for term in terms]
@@ -167,7 +169,7 @@ def test_the_row_computes_what_the_stock_evaluation_does_and_lies_as_it_says():
             assert layout_of(found.shape, found.stride()) == (priced.layouts or (None,))[0]
 
     given(products(), st.booleans())(agree)()
-    assert sum(ran) >= len(ran) / 4
+    assert sum(ran) >= len(ran) / 8
 
 
 def test_plans_hold_and_retain_what_they_say():
@@ -193,16 +195,16 @@ def test_plans_hold_and_retain_what_they_say():
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
     given(products(), st.tuples(st.booleans(), st.booleans()))(agree)()
-    assert sum(rows) >= len(rows) / 4
+    assert sum(rows) >= len(rows) / 8
 
 
 def test_members_of_a_family_are_transposed_as_their_own_sizes_ask():
     """Of 33 to 128 rows the largest member is transposed, and some have too few rows for it."""
     for rows in (128, 100, 40, 33, 17):
-        a, b = integers(4, rows, 20), integers(4, 20, 9)
-        found = planner.contract("zbk,zkn->zbn", a, b)
-        assert torch.equal(found, torch.einsum("zbk,zkn->zbn", a, b))
-        plan = plan_of("zbk,zkn->zbn", a, b)
+        a, b = integers(4, 200, rows), integers(4, 200, 9)
+        found = planner.contract("zkb,zkn->zbn", a, b)
+        assert torch.equal(found, torch.einsum("zkb,zkn->zbn", a, b))
+        plan = plan_of("zkb,zkn->zbn", a, b)
         assert (rows_of(plan) == [TRANSPOSED]) == (found.stride()[-1] != 1) == (rows >= 36)
 
 
@@ -210,7 +212,7 @@ def test_members_of_a_family_are_transposed_as_their_own_sizes_ask():
 def test_a_traced_product_runs_at_sizes_that_are_transposed_too(columns, runs):
     """Its result would lie otherwise at others."""
     table = load_backend("torch").table
-    plan = plan_of("zbk,zkn->zbn", integers(8, 512, 64), integers(8, 64, 3))
+    plan = plan_of("zkb,zkn->zbn", integers(8, 64, 512), integers(8, 64, 3))
     assert rows_of(plan) == [TRANSPOSED]
     assert table.runs_sizes(plan.steps, {"z": 8, "b": 512, "k": 64, "n": columns}) == runs
 

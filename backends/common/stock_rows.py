@@ -33,16 +33,14 @@ _SHORT_RUN = 8
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
-# MKL multiplies many rows by at most so many columns slowly, unless the terms of both operands' sums are neighbours in
-# memory. Where those of the first are not, and it has more than 128 rows, it takes so many seconds more for each of its
-# elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048. If those of the second are, it does so for
-# every four columns and each column that is left (one core of an AMD EPYC, torch 2.13, 2026-11-28). For fewer terms it
-# takes no longer, and from 4,096 rows on no longer for each.
+# MKL multiplies many rows by at most so many columns slowly if the rows lie as columns in memory. From 128 rows on it
+# takes so many seconds more for each of their elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048.
+# Where the columns lie as rows, too, it does so for every four columns and each column that is left (one core of an AMD
+# EPYC, torch 2.13, 2026-11-28). For fewer terms it takes no longer, and from 4,096 rows on no longer for each.
 MOST_FEW, TRANSPOSED_DTYPES = 15, ("float32", "float64")
 _ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
-# A product of so many multiplications takes 90 us on one core and 45 on two, and its transpose 22 (256 terms and 4
-# columns there). Without classes its rate is that of few columns; few rows, and vectors, are so many times as fast.
-_FEW_MULTIPLICATIONS, _TIMES_AS_FAST = 2**19, 3
+# Without classes the rate is that of few columns; few rows, and vectors, are so many times as fast.
+_TIMES_AS_FAST = 3
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
 # 1.4 for `bhir[ij] -> bhij` (AMD EPYC, torch 2.13, 2026-11-25).
 _STRIDED_SECONDS = 2e-9
@@ -197,13 +195,9 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
 
 
-def has_dots(form: ProductForm, op: Op) -> bool:
-    """Whether sums are long, and their terms are neighbours in both operands: each element is a dot product."""
-    layouts = op.layouts or (None, None)
-    return form.sizes[3] > MOST_FEW and all(
-        neighbours(term, layout, op.spec) in form.contracted
-        for term, layout in zip(op.spec.inputs, layouts, strict=True)
-    )
+def has_rows(form: ProductForm, spec: Spec) -> int:
+    """Return the number of the operand with the rows of a product: the first factor."""
+    return int(is_swapped(form, spec))
 
 
 def has_few_columns(rows: int, columns: int) -> bool:
@@ -214,14 +208,13 @@ def has_few_columns(rows: int, columns: int) -> bool:
 def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[Work]:
     """Return what a product takes, from what it takes by the rate of its sides, if it has few columns.
 
-    The transpose of the product takes what the rate of few rows says. Without measured classes both rates are one. Then
-    the product counts twice as long where its transpose is not slower than what `torch.einsum` does: in a batch; where
-    that multiplies the transpose, too; or of few multiplications, for which threads are of little use.
+    The transpose of the product takes what the rate of few rows says. If the rows lie as columns in memory, and no
+    classes of products were measured, both rates are one; then the product counts twice as long.
     """
     batch, rows, columns, terms = form.sizes
-    long_operand = 0  # the one with the rows
-    if is_swapped(form, op.spec):
-        rows, columns, long_operand = columns, rows, 1
+    number = has_rows(form, op.spec)
+    if number == 1:
+        rows, columns = columns, rows
     if rows * columns * terms < SMALL_MATRIX or not has_few_columns(rows, columns):
         return [work]
     rate_of_transpose = device.product_rate(columns, rows, terms, op.dtype, batch)
@@ -229,19 +222,16 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
         return [work._replace(rate=rate_of_transpose)] if batch > 1 else [work]
     if op.dtype not in TRANSPOSED_DTYPES:
         return [work]
-    if has_dots(form, op):
-        return [work._replace(rate=max(work.rate, rate_of_transpose))]
-    seconds = 0.0
-    if terms > MOST_FEW:
-        layouts = op.layouts or (None, None)
-        innermost = [neighbours(term, layout, op.spec) for term, layout in zip(op.spec.inputs, layouts, strict=True)]
-        if innermost[long_operand] not in form.contracted and rows > 128:
-            turns = columns // 4 + columns % 4 if innermost[1 - long_operand] in form.contracted else 1
-            doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
-            seconds = batch * rows * terms * turns * doubled * _ROWS_SECONDS
-    as_einsum = long_operand == 1  # which takes the rows of its first operand
-    if not device.products and (batch > 1 or as_einsum or rows * columns * terms <= _FEW_MULTIPLICATIONS):
-        seconds = max(seconds, work.flops / work.rate)
+    layouts = op.layouts or (None, None)
+    innermost = [neighbours(term, layout, op.spec) for term, layout in zip(op.spec.inputs, layouts, strict=True)]
+    if innermost[number] in form.contracted:
+        dots = terms > MOST_FEW and innermost[1 - number] in form.contracted
+        return [work._replace(rate=max(work.rate, rate_of_transpose))] if dots else [work]
+    seconds = 0.0 if device.products else work.flops / work.rate
+    if terms > MOST_FEW and rows > 128:
+        turns = columns // 4 + columns % 4 if innermost[1 - number] in form.contracted else 1
+        doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
+        seconds = max(seconds, batch * rows * terms * turns * doubled * _ROWS_SECONDS)
     return [work, Work(seconds=seconds)]
 
 

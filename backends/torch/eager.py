@@ -278,7 +278,8 @@ class _Compiler:
     def _differentiates_alike(self, op: Op, standins: Sequence[Strided]) -> bool:
         """Return whether the plan computes the gradients of a step as torch does.
 
-        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
+        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum. Torch
+        transposes no gradient of a product that it does not transpose.
         """
         kind = stock_kind(op)
         if self.chosen is not None and self.rows.get(op.spec) == MULTIPLY_SUM:
@@ -289,6 +290,9 @@ class _Compiler:
                 if x.requires_grad and self.chosen.get(gradient) != wanted:
                     return False
             return True
+        if self.chosen is not None and kind == "matmul" and self.rows.get(op.spec) != TRANSPOSED:
+            gradients = [self.chosen.get(transpose(op.spec, i)) for i, x in enumerate(standins) if x.requires_grad]
+            return TRANSPOSED not in gradients
         if self.chosen is None or kind not in ("multiply", *INDEXED):
             return True
         wanted = INDEXED.get(kind, MULTIPLY_SUM)

@@ -15,15 +15,15 @@ from planner.backends.common.stock_rows import (
     TRANSPOSED_DTYPES,
     VIEW_LAUNCHES,
     flat_stock_work,
-    has_dots,
     has_few_columns,
+    has_rows,
 )
 from planner.backends.torch.ops import OPS, TorchOps, viewing
 from planner.backends.torch.products import MOST_LETTERS, broadcast_product, einsum_call, least_of_product
 from planner.backends.torch.strides import STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import Work
-from planner.cost.layout import Layout, layout_of, reordered
+from planner.cost.layout import Layout, layout_of, neighbours, reordered
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, term_axes
 from planner.program.forms import ProductForm, known_product, product_form
@@ -32,10 +32,12 @@ from planner.program.ops import Einsum, Op
 from planner.program.program import Step
 
 TRANSPOSED = "transposed matmul"
-# Of so many multiplications a product takes 4 us, its transpose 3 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
-LEAST_MULTIPLICATIONS = 2**14
-# Up to how many terms a sum has few, and from how many elements on a result is large.
-_MOST_TERMS, _LARGE_RESULT = 9, 2**14
+# From so many elements of the operand with the rows on: a product of fewer takes less than 10 us, and so does its
+# transpose (one core of an AMD EPYC and of an Intel Xeon with AVX-512, torch 2.13, 2026-11-28).
+LEAST_ELEMENTS = 2**14
+# Up to how many terms a sum has few, from how many rows and elements on a result is large: of a smaller one an Intel
+# Xeon multiplies the transpose more slowly.
+_MOST_TERMS, _LEAST_ROWS, _LARGE_RESULT = 9, 64, 2**17
 _HAS_MKL = torch.backends.mkl.is_available()
 
 
@@ -64,22 +66,24 @@ def calls_torch(table: Table, steps: Iterable[Step]) -> bool:
 def _find(op: Op) -> Op | str:
     """Return the step whose result is that of a product with few columns, transposed.
 
-    MKL multiplies few rows by many columns in a half to a fortieth of the time of many rows by few columns (one core
-    of an AMD EPYC, torch 2.13, 2026-11-28). If the terms of both operands' sums are neighbours in memory, it takes as
-    long.
+    MKL multiplies few rows by many columns faster than many rows by few columns, by up to 10 times on an AMD EPYC and 5
+    on an Intel Xeon with AVX-512 (one core, torch 2.13, 2026-11-28), if the many lie as columns. If they lie as rows,
+    that is as fast on the one at least, and up to 11 times slower on the other.
     """
     found = _transpose(op)
     if isinstance(found, str):
         return found
     transposed, (batch, rows, columns, terms) = found
-    if batch * rows * columns * terms < LEAST_MULTIPLICATIONS:
-        return f"needs {LEAST_MULTIPLICATIONS} multiplications, since small products take as long"
+    if batch * rows * terms < LEAST_ELEMENTS:
+        return f"needs {LEAST_ELEMENTS} elements of the operand with the rows, since small products take as long"
     if batch > 1 and rows * columns * terms < SMALL_MATRIX:
         return "torch multiplies small matrices of a batch itself"
     if columns == 1 or not has_few_columns(rows, columns):
         return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
-    if has_dots(known_product(op.spec), op):
-        return "the terms of both operands' sums are neighbours in memory"
+    form, layouts = known_product(op.spec), op.layouts or (None, None)
+    number = has_rows(form, op.spec)
+    if neighbours(op.spec.inputs[number], layouts[number], op.spec) in form.contracted:
+        return "the operand with the rows lies row by row"
     return transposed
 
 
@@ -147,14 +151,14 @@ class ResultOps(TorchOps):
 def has_few_terms(op: Op) -> bool:
     """Whether a product has so few terms, some rows and many columns that its transpose is faster.
 
-    MKL multiplies the transpose in a half to a fifth of the time (one core of an AMD EPYC, torch 2.13, 2026-11-28). But
-    gradients of large results would be copied: as a rule they come row-major.
+    MKL multiplies the transpose in a half to a fifth of the time on an AMD EPYC, and in 0.7 to 0.95 on an Intel Xeon
+    (one core, torch 2.13, 2026-11-28). But gradients of large results would be copied: as a rule they come row-major.
     """
     found = _transpose(op)
     if isinstance(found, str):
         return False
     _, rows, columns, terms = found[1]
-    return terms <= _MOST_TERMS and rows > MOST_FEW and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
+    return terms <= _MOST_TERMS and rows >= _LEAST_ROWS and columns >= 4 * rows and rows * columns >= _LARGE_RESULT
 
 
 @lru_cache
