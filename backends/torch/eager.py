@@ -32,8 +32,8 @@ from planner.backends.torch.products import (
     broadcast_product,
     count_matrix_views,
     einsum_call,
-    has_large_vectors,
     has_short_sums,
+    has_vectors,
     summed_axes,
     summed_product,
 )
@@ -59,7 +59,6 @@ NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multipl
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
     "matmul": ("matmul", "multiply"),
-    TRANSPOSED: (TRANSPOSED, "matmul", "multiply"),
     "multiply": (MULTIPLY_SUM, "multiply"),
     MULTIPLY_SUM: (MULTIPLY_SUM, "multiply"),
     "view": ("view",),
@@ -77,11 +76,13 @@ MOST_SMALL_SECONDS = 2e-4
 # plan says so.
 MOST_REPLACED = 2**15
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
-# 17 at 32,768, 191 for 47 at 73,728. Vectors take longer, 55 us for 11 at 65,536. One core of an AMD EPYC, torch 2.13,
-# 2026-11-28.
+# 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
-# What a Function takes beside its steps, and for each index array: they are brought into range and looked at.
-FUNCTION_SECONDS, GUARDED_SECONDS = 35e-6, 30e-6
+# For batched vectors autograd multiplies matrices by columns; a Function does not (9 us for 86 on an AMD EPYC).
+MOST_VECTORS = 2**20
+# What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
+# each index array: they are brought into range and looked at.
+FUNCTION_SECONDS, GUARDED_SECONDS = 75e-6, 30e-6
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
@@ -278,8 +279,7 @@ class _Compiler:
     def _differentiates_alike(self, op: Op, standins: Sequence[Strided]) -> bool:
         """Return whether the plan computes the gradients of a step as torch does.
 
-        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum. Torch
-        transposes no gradient of a product that it does not transpose.
+        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
         """
         kind = stock_kind(op)
         if self.chosen is not None and self.rows.get(op.spec) == MULTIPLY_SUM:
@@ -290,11 +290,11 @@ class _Compiler:
                 if x.requires_grad and self.chosen.get(gradient) != wanted:
                     return False
             return True
-        if self.chosen is not None and kind == "matmul" and self.rows.get(op.spec) != TRANSPOSED:
-            gradients = [self.chosen.get(transpose(op.spec, i)) for i, x in enumerate(standins) if x.requires_grad]
-            return TRANSPOSED not in gradients
-        if self.chosen is None or kind not in ("multiply", *INDEXED):
+        if self.chosen is None or kind not in ("matmul", "multiply", *INDEXED):
             return True
+        if kind == "matmul":
+            trained = [number for number, x in enumerate(standins) if x.requires_grad]
+            return TRANSPOSED not in [self.chosen.get(transpose(op.spec, number)) for number in trained]
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
         for number, (term, x) in enumerate(zip(op.spec.inputs, standins, strict=True)):
             differs = kind in INDEXED or any(op.spec.size(e) != 1 for e in op.spec.output if e not in term)
@@ -328,19 +328,19 @@ class _Compiler:
             summed = Strided.new(spec.shape(order), trains, copied)
             return summed_product(planned), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
         if self.rows.get(spec) == TRANSPOSED:
-            return native_transposed(op, standins, self.stride_ops, self.chosen is not None)
+            return None if self.chosen is not None else native_transposed(op, standins, self.stride_ops)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = known_product(spec)
-            if recorded and has_large_vectors(form):
+            if recorded and has_vectors(form, MOST_VECTORS):
                 return None
             if self.tries:
                 return _no_run, result
             # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
             if root and not recorded and self.on_cpu and len(spec.axes) == 3 and has_few_terms(op):
                 return result_ops(op.dtype).product(form, spec), result
-            calls = self._einsum(spec, standins) if recorded and has_short_sums(form) else None
+            calls = self._einsum(spec, standins) if recorded and (has_short_sums(form) or has_vectors(form)) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
@@ -402,7 +402,7 @@ class _Compiler:
         # Of few multiplications `bmm` takes less time than copies for unit strides.
         most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
         tiny = not recorded and joint_elements(spec) <= most
-        short = recorded and has_short_sums(form)
+        short = recorded and (has_short_sums(form) or has_vectors(form))
         if (
             (scattered != recorded and not (tiny or short))
             or (few_calls and not recorded)

@@ -371,14 +371,13 @@ def broadcast_product(spec: Spec) -> Product:
     return lambda a, b: torch.mul(first(a), second(b))
 
 
-def has_large_vectors(form: ProductForm) -> bool:
-    """Return whether the gradients of batched vectors are faster in a Function, which takes a while itself.
+def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
+    """Whether a product multiplies a batch of matrices by vectors, in more than so many multiplications in all.
 
-    Autograd multiplies matrices by columns, 86 us where a row takes 9 for 16 matrices of 512 x 16 (one core of an AMD
-    EPYC, torch 2.13, 2026-11-27). But torch multiplies small matrices in a loop, however they lie.
+    Torch multiplies small matrices in a loop, however they lie; they do not count.
     """
     batch, m, n, k = form.sizes
-    return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > 2**16
+    return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > more_than
 
 
 def has_short_sums(form: ProductForm) -> bool:

@@ -167,19 +167,16 @@ def result_ops(dtype: str) -> TorchOps:
     return OPS if dtype == "bool" else ResultOps(dtype)
 
 
-def native_transposed(
-    op: Op, standins: Sequence[Strided], ops: StrideOps, recorded: bool
-) -> tuple[Product, Strided] | None:
-    """Return the native calls of the row, and the stand-in of their result; None if autograd would keep more.
+def native_transposed(op: Op, standins: Sequence[Strided], ops: StrideOps) -> tuple[Product, Strided] | None:
+    """Return the native calls of the row, and the stand-in of their result; None if the row refuses the step.
 
-    One call of torch's einsum is as fast under autograd, whose gradients of `bmm` have few rows, too. Those of `mm` lie
-    as its factors do, and so have few columns.
+    Autograd must not record them: the gradients of a transposed product would be computed transposed, too, and those of
+    columns that lie as rows are slow on an Intel Xeon.
 
     Args:
         op: the step, without layouts.
         standins: stand-ins of the operands.
         ops: what runs steps on stand-ins.
-        recorded: whether autograd records the calls.
     """
     planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
     transposed = _find(planned)
@@ -189,7 +186,7 @@ def native_transposed(
     form, dims = known_product(spec), [output.index(str(e)) for e in op.spec.output]
     result = STRIDE_OPS.permute(evaluation(ops, spec)(standins, {}, False), dims)
     if len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
-        return None if recorded else (_product(planned), result)
+        return _product(planned), result
     call = einsum_call(form, spec, output, is_swapped(form, spec))
     return (lambda a, b: call(a, b).permute(dims)), result
 
