@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import planner
 from planner import api
 from planner.inspect.memory import torch_backward_memory
+from planner.search import refine
 from planner.testing.reference import reference, reference_gradients
 
 torch = pytest.importorskip("torch")
@@ -404,3 +405,19 @@ def test_negative_indices_are_read_by_native_calls(spec, shapes, monkeypatch):
     for index in ([0, -1, 2, -rows, 1, -2], [0, 1, 2, 3, 4, 0], [-1] * 6):
         expected = reference(spec, *operands, q=torch.tensor(index) % rows)
         assert np.array_equal(planner.contract(spec, *operands, q=torch.tensor(index)), expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [("zui,zv->zvi", [(2048, 16, 3), (2048, 16)]), ("nixw,jyw->nijxy", [(8, 16, 8, 8), (16, 8, 8)])],
+)
+def test_a_small_product_is_einsums_own_unless_another_plan_is_clearly_faster(spec, shapes, monkeypatch):
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    own = planner.plan(spec, *operands, backend="torch", device="cpu")
+    monkeypatch.setattr(refine, "_CLEARLY", 1.0)
+    planner.caches().clear()
+    other = planner.plan(spec, *operands, backend="torch", device="cpu")
+    assert "by autograd" in own.origin
+    assert "by autograd" not in other.origin
+    least = refine.call_seconds(other.contraction, other)
+    assert least <= refine.call_seconds(own.contraction, own) <= 1.2 * least

@@ -103,7 +103,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
         lean = keeps_within(found.cost, most)
-        wanted = _CLEARLY * least if is_einsum else least
+        wanted = _CLEARLY * least if is_einsum and not best.programs.by_autograd else least
         if (lean or is_einsum) and found.cost.seconds < wanted:
             taken = call_seconds(space.contraction, found)
             if taken < wanted:
