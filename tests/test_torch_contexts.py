@@ -31,7 +31,7 @@ CALLS = {
     "layer": ("bnd, de -> bne", [(2, None, 4), (4, 5)], {}, {}),
     "transposed product": ("bhid, bhjd -> bhij", [(2, 3, None, 5), (2, 3, 6, 5)], {}, {}),
     "product of copies": ("ijk, jlk -> il", [(None, 3, 4), (3, 16, 4)], {}, {}),
-    "few columns": ("bji, bjk -> bik", [(2, 1024, None), (2, 1024, 3)], {}, {}),
+    "few columns": ("bji, bjk -> bik", [(2, 16, None), (2, 16, 3)], {}, {}),
     "few columns, nothing kept": ("ji, jk, kl -> il", [(64, None), (64, 4), (4, 3)], {}, {"minimize": "retained"}),
     "batched, permuted": ("bij, bjk -> bki", [(2, None, 4), (2, 4, 5)], {}, {}),
     "elements": ("ik, kj -> ikj", [(None, 4), (4, 3)], {}, {}),
@@ -64,6 +64,10 @@ CALLS = {
 SIZES = itertools.count(43)  # sizes that no other test uses
 
 each_call = pytest.mark.parametrize("name", CALLS)
+
+
+# The result lies otherwise if no gradient is asked for.
+TURNED = "few columns"
 
 
 def cold_call(name, large=False):
@@ -103,7 +107,8 @@ def assert_same(found, expected, strides=True):
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
-        assert got.stride() == wanted.stride() or not strides
+        lies = [[step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (got, wanted)]
+        assert lies[0] == lies[1] or not strides
 
 
 @pytest.mark.parametrize(
@@ -273,7 +278,7 @@ CONTEXTS = {
 
 
 # Torch itself goes backward through these products, as through its own: in autocast it rounds.
-NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "chain",
+NATIVE = ("product", "layer", "transposed product", "batched, permuted", "product of copies", "few columns", "chain",
           "measured chain", "gathered product", "measured gather")  # fmt: skip
 ROUNDED = [(name, "autocast, backward") for name in (*NATIVE, "message passing")]
 
@@ -393,10 +398,10 @@ def test_inference_mode_and_no_grad(name):
             for some in (operands, [x.clone() for x in operands]):
                 got = call(*some)
                 assert not got.requires_grad or got._is_view()
-                assert_same([got], expected)
+                assert_same([got], expected, strides=name != TURNED)
     with torch.inference_mode():
         inferred, other = [x.clone() for x in operands], with_indices(call, torch.clone)[0]
-    assert_same([other(*inferred)], expected)
+    assert_same([other(*inferred)], expected, strides=name != TURNED)
     with torch.inference_mode(), torch.inference_mode(False):
         assert_same(gradients(call, operands), gradients(call, operands))
 

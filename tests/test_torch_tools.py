@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from laws import OBJECTIVES
 from test_torch_contexts import (
     CALLS,
+    TURNED,
     assert_same,
     checkpointed,
     cold_call,
@@ -61,7 +62,7 @@ PRODUCTS = {
     "layer": lambda n: 2 * 2 * n * 4 * 5,
     "transposed product": lambda n: 2 * 2 * 3 * n * 6 * 5,
     "product of copies": lambda n: 2 * n * 16 * 12,
-    "few columns": lambda n: 2 * 2 * n * 1024 * 3,
+    "few columns": lambda n: 2 * 2 * n * 16 * 3,
     "elements": lambda n: 0,
     "sum": lambda n: 0,
     "gather": lambda n: 0,
@@ -196,7 +197,7 @@ def test_selective_checkpoints(name, policy, change):
     call, operands = cold_call(name)
     for run in (call, call, planned(call, operands)):
         got = gradients(selectively(POLICIES[policy], change(run)), operands)
-        assert_same(got, gradients(change(call), operands))
+        assert_same(got, gradients(change(call), operands), strides=name != TURNED)
 
 
 @pytest.mark.parametrize("mode", ["raise", "clip", "drop", "nan"])
@@ -389,7 +390,7 @@ def test_checkpoints_of_both_kinds(name, around):
     with torch.autograd.graph.save_on_cpu():
         for run in (call, call, planned(call, operands)):
             got = by_backward(around(amid(run)), operands)
-            assert_same(got, by_backward(amid(call), operands))
+            assert_same(got, by_backward(amid(call), operands), strides=name != TURNED)
 
 
 PARALLEL = """

@@ -19,8 +19,10 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**20, 2**18
-# Where that is the framework's own einsum, a plan in its place must be predicted so many times as fast: predictions are
-# not so exact, and who replaces einsum must not lose.
+# The part of the time that such a plan may take if it needs more than that.
+_WORTH_MEMORY = 0.9
+# Where it needs no more, and is the framework's own einsum, another plan must be predicted to be so many times as fast:
+# predictions are not so exact, and who replaces einsum must not lose.
 _CLEARLY = 1.2
 
 
@@ -77,7 +79,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
 
     Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
     naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
-    naive tree, which is the framework's own einsum, may take what that takes.
+    naive tree, which is the framework's own einsum, may take what that takes if it saves a tenth of the time.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = not options.limited and options.minimize == "time"
@@ -103,7 +105,10 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
         lean = keeps_within(found.cost, most)
-        wanted = _CLEARLY * least if is_einsum and not best.programs.by_autograd else least
+        if not lean:
+            wanted = _WORTH_MEMORY * least
+        else:
+            wanted = _CLEARLY * least if is_einsum and not best.programs.by_autograd else least
         if (lean or is_einsum) and found.cost.seconds < wanted:
             taken = call_seconds(space.contraction, found)
             if taken < wanted:
