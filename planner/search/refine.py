@@ -18,7 +18,7 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
-_MOST_ALLOCATED, _MOST_RETAINED = 2**20, 2**18
+_MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that such a plan may take if it needs more than that.
 _WORTH_MEMORY = 0.9
 # Where it needs no more, and is the framework's own einsum, another plan must be predicted to be so many times as fast:
