@@ -36,9 +36,9 @@ _SMALL_SECONDS = 0.9e-9
 # MKL multiplies many rows by at most so many columns slowly if the rows lie as columns in memory. From 128 rows on it
 # takes so many seconds more for each of their elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048.
 # Where the columns lie as rows, too, it does so for every four columns and each column that is left (one core of an AMD
-# EPYC, torch 2.13, 2026-11-28). For fewer terms it takes no longer, and from 4,096 rows on no longer for each.
+# EPYC, torch 2.13, 2026-11-28). From 4,096 rows on that does not grow. Sums of fewer than 16 terms take no longer.
 MOST_FEW, TRANSPOSED_DTYPES = 15, ("float32", "float64")
-_ROWS_SECONDS, _MOST_DOUBLED = 0.3e-9, 5.0
+_ROWS_SECONDS, _MOST_DOUBLED, _LEAST_TERMS = 0.3e-9, 5.0, 16
 # Without classes the rate is that of few columns; few rows, and vectors, are so many times as fast.
 _TIMES_AS_FAST = 3
 # Seconds for each element of a take along another dimension than the first: 2.0 were measured for `oe[bt] -> bto`, and
@@ -170,7 +170,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
         if kind == "matmul" and any(vectors := scattered_vectors(form, spec, layouts)):
-            # What makes an operand flat gives it unit strides. `matrix_copies` counts one vector of a flat one.
+            # `product_copies` already counts a part of these copies: only the rest is added.
             counted = product_copies(form, spec, layouts)
             rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
@@ -209,7 +209,7 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
     """Return what a product takes, from what it takes by the rate of its sides, if it has few columns.
 
     The transpose of the product takes what the rate of few rows says. If the rows lie as columns in memory, and no
-    classes of products were measured, both rates are one; then the product counts twice as long.
+    classes of products were measured, the two rates are equal; then the product counts twice as long.
     """
     batch, rows, columns, terms = form.sizes
     number = has_rows(form, op.spec)
@@ -224,11 +224,11 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
         return [work]
     layouts = op.layouts or (None, None)
     innermost = [neighbours(term, layout, op.spec) for term, layout in zip(op.spec.inputs, layouts, strict=True)]
-    if innermost[number] in form.contracted:
-        dots = terms > MOST_FEW and innermost[1 - number] in form.contracted
+    if innermost[number] not in (form.left, form.right)[number]:
+        dots = terms >= _LEAST_TERMS and all(entry in form.contracted for entry in innermost)
         return [work._replace(rate=max(work.rate, rate_of_transpose))] if dots else [work]
     seconds = 0.0 if device.products else work.flops / work.rate
-    if terms > MOST_FEW and rows > 128:
+    if terms >= _LEAST_TERMS and rows > 128:
         turns = columns // 4 + columns % 4 if innermost[1 - number] in form.contracted else 1
         doubled = min(_MOST_DOUBLED, math.log2(rows / 128))
         seconds = max(seconds, batch * rows * terms * turns * doubled * _ROWS_SECONDS)

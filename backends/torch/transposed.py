@@ -35,8 +35,8 @@ TRANSPOSED = "transposed matmul"
 # From so many elements of the operand with the rows on: a product of fewer takes less than 10 us, and so does its
 # transpose (one core of an AMD EPYC and of an Intel Xeon with AVX-512, torch 2.13, 2026-11-28).
 LEAST_ELEMENTS = 2**14
-# Up to how many terms a sum has few, from how many rows and elements on a result is large: of a smaller one an Intel
-# Xeon multiplies the transpose more slowly.
+# Up to how many terms a sum has few.
+# From how many rows and elements on a result is large: an Intel Xeon computes smaller ones faster as they are.
 _MOST_TERMS, _LEAST_ROWS, _LARGE_RESULT = 9, 64, 2**17
 _HAS_MKL = torch.backends.mkl.is_available()
 
@@ -58,7 +58,10 @@ def transposed_row() -> Implementation:
 
 
 def calls_torch(table: Table, steps: Iterable[Step]) -> bool:
-    """Whether steps call torch's own operators only, so that a compiler or a selective checkpoint may see these."""
+    """Whether steps call torch's own operators only, so that a compiler or a selective checkpoint may see these.
+
+    A transposed product calls `mm` or `bmm`, and makes views.
+    """
     return all(table.rows[name].stock for name in {step.choice.lowering for step in steps} - {TRANSPOSED})
 
 
@@ -66,9 +69,9 @@ def calls_torch(table: Table, steps: Iterable[Step]) -> bool:
 def _find(op: Op) -> Op | str:
     """Return the step whose result is that of a product with few columns, transposed.
 
-    MKL multiplies few rows by many columns faster than many rows by few columns, by up to 10 times on an AMD EPYC and 5
+    MKL multiplies few rows by many columns faster than many rows by few columns, by up to 10 times on an AMD EPYC and 4
     on an Intel Xeon with AVX-512 (one core, torch 2.13, 2026-11-28), if the many lie as columns. If they lie as rows,
-    that is as fast on the one at least, and up to 11 times slower on the other.
+    that is as fast on the one at least, and up to 11 times slower on the other. Otherwise they are copied first.
     """
     found = _transpose(op)
     if isinstance(found, str):
@@ -82,8 +85,8 @@ def _find(op: Op) -> Op | str:
         return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
     form, layouts = known_product(op.spec), op.layouts or (None, None)
     number = has_rows(form, op.spec)
-    if neighbours(op.spec.inputs[number], layouts[number], op.spec) in form.contracted:
-        return "the operand with the rows lies row by row"
+    if neighbours(op.spec.inputs[number], layouts[number], op.spec) not in (form.left, form.right)[number]:
+        return "the rows of their operand are no columns in memory"
     return transposed
 
 

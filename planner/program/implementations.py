@@ -253,7 +253,7 @@ class Table:
         return None if row is None else self._prices(op, device).price(row)
 
     def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
-        """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
+        """Whether all steps run in their implementations at any sizes; see `PreparedRun`. Results may lie otherwise."""
         runs = (self.rows[step.choice.lowering].run for step in steps)
         return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
 

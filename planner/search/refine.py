@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from planner.cost.limits import Limits, keeps_within, within
@@ -21,8 +22,8 @@ MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that such a plan may take if it needs more than that.
 _WORTH_MEMORY = 0.9
-# Where it needs no more, and is the framework's own einsum, another plan must be predicted to be so many times as fast:
-# predictions are not so exact, and who replaces einsum must not lose.
+# A plan without index arrays that takes time beside its steps must be predicted to be so many times as fast as the
+# framework's own calls: predictions are not so exact, and who replaces einsum must not lose.
 _CLEARLY = 1.2
 
 
@@ -73,13 +74,16 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
 
 
 def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Candidate:
-    """Return the candidate, or one that the framework's own autograd runs, if that saves more time at each call.
+    """Return the candidate, or one that the framework's own autograd runs, if a call of that takes about as long.
 
-    Another one is returned only if the candidate takes more than `won` times as long.
-
-    Small plans may take less time than what a call takes beside its steps. The candidates are the same tree and the
-    naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
+    Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
+    the naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
     naive tree, which is the framework's own einsum, may take what that takes if it saves a tenth of the time.
+
+    Args:
+        space: the search space.
+        best: the candidate. If autograd runs it, or it takes long, it is returned.
+        won: how many times as long as another one the candidate may take.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = not options.limited and options.minimize == "time"
@@ -99,21 +103,21 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     most = Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
     gathers = space.contraction.resolved.spec.gathers
+    native, shortest = best, math.inf
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
             continue  # autograd does not run such a step
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
-        lean = keeps_within(found.cost, most)
-        if not lean:
-            wanted = _WORTH_MEMORY * least
+        if keeps_within(found.cost, most):
+            wanted = least if gathers else _CLEARLY * least
         else:
-            wanted = _CLEARLY * least if is_einsum and not best.programs.by_autograd else least
-        if (lean or is_einsum) and found.cost.seconds < wanted:
+            wanted = _WORTH_MEMORY * least if is_einsum else 0.0
+        if found.cost.seconds < wanted:
             taken = call_seconds(space.contraction, found)
-            if taken < wanted:
-                best, least = found, taken
-    return best
+            if taken < min(wanted, shortest):
+                native, shortest = found, taken
+    return native
 
 
 def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:
