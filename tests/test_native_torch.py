@@ -414,7 +414,7 @@ def test_negative_indices_are_read_by_native_calls(spec, shapes, monkeypatch):
 def test_a_small_product_is_einsums_own_unless_another_plan_is_clearly_faster(spec, shapes, monkeypatch):
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     own = planner.plan(spec, *operands, backend="torch", device="cpu")
-    monkeypatch.setattr(refine, "_CLEARLY", 1.0)
+    monkeypatch.setattr(refine, "_WORTH_A_FUNCTION", 1.0)
     planner.caches().clear()
     other = planner.plan(spec, *operands, backend="torch", device="cpu")
     assert "by autograd" in own.origin

@@ -107,6 +107,7 @@ def assert_same(found, expected, strides=True):
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
+        # A dimension of size 1 may have any stride.
         lies = [[step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (got, wanted)]
         assert lies[0] == lies[1] or not strides
 

@@ -182,7 +182,7 @@ def test_the_row_computes_what_the_stock_evaluation_does_and_lies_as_it_says():
 
     given(products(), st.booleans())(agree)()
     agree(("za,zn->an", [(2, 2**14), (2, 2)], [(1, 0), (0, 1)]), True)
-    assert any(ran)
+    assert sum(ran) >= len(ran) / 20
 
 
 def test_plans_hold_and_retain_what_they_say():
@@ -208,7 +208,7 @@ def test_plans_hold_and_retain_what_they_say():
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
     given(products(), st.tuples(st.booleans(), st.booleans()))(agree)()
-    assert any(rows)
+    assert sum(rows) >= len(rows) / 20
 
 
 def test_members_of_a_family_are_transposed_as_their_own_sizes_ask():

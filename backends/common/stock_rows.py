@@ -195,8 +195,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
 
 
-def has_rows(form: ProductForm, spec: Spec) -> int:
-    """Return the number of the operand with the rows of a product: the first factor."""
+def row_operand(form: ProductForm, spec: Spec) -> int:
+    """Return the number of the operand that is the first factor of `matmul_product`: its rows are the product's."""
     return int(is_swapped(form, spec))
 
 
@@ -212,7 +212,7 @@ def _sides_work(work: Work, form: ProductForm, op: Op, device: Device) -> list[W
     classes of products were measured, the two rates are equal; then the product counts twice as long.
     """
     batch, rows, columns, terms = form.sizes
-    number = has_rows(form, op.spec)
+    number = row_operand(form, op.spec)
     if number == 1:
         rows, columns = columns, rows
     if rows * columns * terms < SMALL_MATRIX or not has_few_columns(rows, columns):

@@ -73,12 +73,12 @@ MOST_NATIVE_SECONDS = 1e-3
 # Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
 # `torch.func.grad` they may keep more than the plan says.
 MOST_SMALL_SECONDS = 2e-4
-# A copy of so many bytes may be kept in place of a computed value, which the plan says is made again.
+# A copy of so many bytes may be kept in place of a computed value. The plan says that this copy is made again.
 MOST_REPLACED = 2**15
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
-# Autograd multiplies matrices by columns for the gradients of batched vectors, 86 us for 9 at 2^17 multiplications.
+# Batched vectors of more multiplications run as a Function, see `has_vectors`.
 MOST_VECTORS = 2**20
 # What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
 # each index array: they are brought into range and looked at.

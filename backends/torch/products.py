@@ -374,7 +374,9 @@ def broadcast_product(spec: Spec) -> Product:
 def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
     """Whether a product multiplies a batch of matrices by vectors, in more than so many multiplications in all.
 
-    Torch multiplies small matrices in a loop, however they lie; they do not count.
+    For the gradients of vectors autograd multiplies matrices by columns. That takes 86 us where rows take 9, for 16
+    matrices of 512 x 16 (one core of an AMD EPYC, torch 2.13, 2026-11-27). Small matrices do not count: torch
+    multiplies them in a loop, however they lie.
     """
     batch, m, n, k = form.sizes
     return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > more_than

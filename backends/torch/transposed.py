@@ -16,7 +16,7 @@ from planner.backends.common.stock_rows import (
     VIEW_LAUNCHES,
     flat_stock_work,
     has_few_columns,
-    has_rows,
+    row_operand,
 )
 from planner.backends.torch.ops import OPS, TorchOps, viewing
 from planner.backends.torch.products import MOST_LETTERS, broadcast_product, einsum_call, least_of_product
@@ -70,8 +70,9 @@ def _find(op: Op) -> Op | str:
     """Return the step whose result is that of a product with few columns, transposed.
 
     MKL multiplies few rows by many columns faster than many rows by few columns, by up to 10 times on an AMD EPYC and 4
-    on an Intel Xeon with AVX-512 (one core, torch 2.13, 2026-11-28), if the many lie as columns. If they lie as rows,
-    that is as fast on the one at least, and up to 11 times slower on the other. Otherwise they are copied first.
+    on an Intel Xeon with AVX-512 (one core, torch 2.13, 2026-11-28), if the many rows lie as columns in memory. If they
+    lie as rows, the transposed product is faster on the EPYC too, but up to 11 times slower on the Xeon. If they lie
+    neither way, they are copied first, and the Xeon is slower again.
     """
     found = _transpose(op)
     if isinstance(found, str):
@@ -84,9 +85,9 @@ def _find(op: Op) -> Op | str:
     if columns == 1 or not has_few_columns(rows, columns):
         return f"needs a result of 2 to {MOST_FEW} columns, and of four times as many rows"
     form, layouts = known_product(op.spec), op.layouts or (None, None)
-    number = has_rows(form, op.spec)
+    number = row_operand(form, op.spec)
     if neighbours(op.spec.inputs[number], layouts[number], op.spec) not in (form.left, form.right)[number]:
-        return "the rows of their operand are no columns in memory"
+        return "the rows of the first factor do not lie as columns in memory"
     return transposed
 
 
@@ -173,8 +174,8 @@ def result_ops(dtype: str) -> TorchOps:
 def native_transposed(op: Op, standins: Sequence[Strided], ops: StrideOps) -> tuple[Product, Strided] | None:
     """Return the native calls of the row, and the stand-in of their result; None if the row refuses the step.
 
-    Autograd must not record them: the gradients of a transposed product would be computed transposed, too, and those of
-    columns that lie as rows are slow on an Intel Xeon.
+    Autograd must not record them. It would compute the gradients transposed, too, and the operands of some of these lie
+    as rows, which an Intel Xeon multiplies slowly that way.
 
     Args:
         op: the step, without layouts.

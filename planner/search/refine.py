@@ -22,9 +22,9 @@ MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that such a plan may take if it needs more than that.
 _WORTH_MEMORY = 0.9
-# A plan without index arrays that takes time beside its steps must be predicted to be so many times as fast as the
-# framework's own calls: predictions are not so exact, and who replaces einsum must not lose.
-_CLEARLY = 1.2
+# A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
+# own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
+_WORTH_A_FUNCTION = 1.2
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -74,7 +74,7 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
 
 
 def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Candidate:
-    """Return the candidate, or one that the framework's own autograd runs, if a call of that takes about as long.
+    """Return the candidate, or one that the framework's own autograd runs if that takes no longer, or little longer.
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
     the naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
@@ -110,7 +110,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
         is_einsum = naive is not None and tree == naive.tree and not gathers
         if keeps_within(found.cost, most):
-            wanted = least if gathers else _CLEARLY * least
+            wanted = least if gathers else _WORTH_A_FUNCTION * least
         else:
             wanted = _WORTH_MEMORY * least if is_einsum else 0.0
         if found.cost.seconds < wanted:
