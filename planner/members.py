@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from planner.cost.objective import step_key
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.options import MODES
+from planner.language.spec import Spec
 from planner.program.calls import Member, RunPlan, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.forms import first_is_larger, order_depends_on_sizes, product_of_rows
 from planner.program.frameworks import Backend
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
-from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long
+from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, make_family_plan
 from planner.search.family import wide_axes as axes_of_wide_classes
+
+# How many plans run the members of a family whose steps have other rows or orders than the family's plan.
+MOST_OTHERS = 16
 
 
 class _Sizes:
@@ -62,44 +68,76 @@ class _Family:
     """Makes the functions that run the members of a family, which share the steps of one bound plan.
 
     Args:
-        reader: tells the dimensions of arrays apart, by the axes and gathers of the family's plan.
-        sizes: reads the sizes of the members.
-        given: the axes and gathers whose sizes the calls give, as the family's plan has them.
-        bind: what `Backend.bind_family` made of the family's plan.
-        plan: the family's plan.
-        alike: ops of its steps, and what the same ops of members must agree on with each, see `Table.alike`.
+        backend: the backend that runs them.
+        plan: the plan of one of them.
+        bind: what `Backend.bind_family` made of the plan.
+        alike: ops of the plan's steps, and what the same ops of members must agree on with each, see `Table.alike`.
+        contraction: one of the calls.
+        call: the names of the index arrays of the calls, and the sizes that these give.
+        sizes: reads the sizes of the calls.
     """
 
     def __init__(
         self,
-        reader: SizeReader,
-        sizes: _Sizes,
-        given: Sequence[Any],
-        bind: Callable[[Member], RunPlan],
+        backend: Backend,
         plan: PlanRecord,
+        bind: Callable[[Member], RunPlan],
         alike: Sequence[tuple[Op, Callable[[Op], Any]]],
+        contraction: Contraction,
+        call: tuple[Sequence[str], Any],
+        sizes: _Sizes,
     ) -> None:
-        self.reader, self.bind = reader, bind
-        self.alike = [(op, asked, asked(op)) for op, asked in alike]
+        names, given = call
+        self.table, self.device, self.bind, self.alike = backend.table, plan.device, bind, alike
+        self.reader = SizeReader(plan.resolved.spec, contraction, names)
+        places = self.reader.places(self.reader.given(given))
         specs = dict.fromkeys(product_of_rows(step.op.spec) for step in plan.steps)
         self.ordered = [spec for spec in specs if order_depends_on_sizes(spec)]
-        self.numbers = [(entry, sizes.first.index(first)) for entry, (first, *_) in reader.places(given).items()]
+        self.numbers = [(entry, sizes.first.index(first)) for entry, (first, *_) in places.items()]
+        self.facts = self._facts_at(None)
+        # By the facts of members that run otherwise: what runs these.
+        self.others: dict[Any, _Family | None] = {}
 
-    def member(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> RunPlan | None:
-        """Return the function that runs a member; None for one that sums axes in another order, or cuts other axes.
+    @classmethod
+    def of_plan(cls, backend: Backend, plan: PlanRecord, **others: Any) -> _Family | None:
+        """Return what runs members as a plan says; None if a step runs at its own sizes only."""
+        alike = backend.table.alike(plan.steps)
+        bind = None if alike is None else backend.bind_family(plan)
+        return None if alike is None or bind is None else cls(backend, plan, bind, alike, **others)
+
+    def member(
+        self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]], make: Callable[[], _Family | None] | None = None
+    ) -> RunPlan | None:
+        """Return the function that runs a member; None if there is none.
 
         Args:
             sizes: what `_Sizes.read` returned.
             shapes: the shapes of operands and index arrays.
+            make: makes what runs a member that sums axes in another order, cuts other axes or has another row.
         """
         member = self.reader.member_of({entry: sizes[number] for entry, number in self.numbers}, shapes)
-        for spec in self.ordered:
-            if first_is_larger(resize_spec(spec, member.sizes)) != first_is_larger(spec):
-                return None
-        for op, asked, answer in self.alike:
-            if asked(dataclasses.replace(op, spec=resize_spec(op.spec, member.sizes))) != answer:
-                return None
-        return self.bind(member)
+        facts = self._facts_at(member.sizes)
+        if facts == self.facts:
+            return self.bind(member)
+        if make is not None and facts not in self.others:
+            enter(self.others, facts, make(), MOST_OTHERS)
+        other = self.others.get(facts)
+        return None if other is None else other.member(sizes, shapes)
+
+    def _facts_at(self, sizes: Mapping[Any, int] | None) -> tuple[Any, ...]:
+        """Return what members of such sizes have in common if the same functions run them; None: the plan's sizes."""
+
+        def at_sizes(spec: Spec) -> Spec:
+            return spec if sizes is None else resize_spec(spec, sizes)
+
+        facts: list[Any] = [first_is_larger(at_sizes(spec)) for spec in self.ordered]
+        for op, asked in self.alike:
+            resized = dataclasses.replace(op, spec=at_sizes(op.spec))
+            if (answer := asked(resized)) is None:  # the row refuses the op, so another runs it
+                key = step_key("time")
+                answer = min(self.table.choices(resized, self.device, key), key=lambda x: key(x.cost)).lowering
+            facts.append(answer)
+        return tuple(facts)
 
 
 # What reads the sizes of calls, by request, facts of the arrays, and the dimensions of size 1.
@@ -159,20 +197,16 @@ def bind_first_member(
         found = sizes.read((*shapes, numbers))
         enter(READERS, kind, sizes, MOST_FAMILIES)
     assert found is not None
+    make = partial(_Family.of_plan, backend, contraction=contraction, call=(names, given), sizes=sizes)
     for key in sizes.keys(found):
         maker, family = None, families.get(key[1])
         if family is None and key[1] != WIDE:
             return None
         if family is not None and family.settled and not family.searches_loops:
-            plan = family.plan
-            alike = backend.table.alike(plan.steps)
-            bind = None if alike is None else backend.bind_family(plan)
-            if alike is not None and bind is not None:
-                reader = SizeReader(plan.resolved.spec, contraction, names)
-                maker = _Family(reader, sizes, reader.given(given), bind, plan, alike)
+            maker = BOUND.get(key) or make(family.plan)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
-            return maker.member(found, shapes)
+            return maker.member(found, shapes, lambda: make(make_family_plan(contraction)))
     return None
 
 

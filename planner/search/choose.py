@@ -129,7 +129,18 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
             found.append(make_plan(contraction, loops=in_loops))
             if found[-1].origin.startswith("interrupted"):
                 return _in_place_of(plan, found[-1], "as lean as einsum")
-    return _in_place_of(plan, _fastest(found), "as lean as einsum") if found else plan
+    if not found:
+        return plan
+    lean = _in_place_of(plan, _fastest(found), "as lean as einsum")
+    return _in_calls_of_autograd(lean, limits) if trains else lean
+
+
+def _in_calls_of_autograd(plan: PlanRecord, limits: Limits) -> PlanRecord:
+    """Return the plan, or one within the limits that the framework's own autograd runs, see `prefer_autograd`."""
+    space = SearchSpace(plan.contraction)
+    best = Candidate(plan.programs, plan.tree, space.lowerer("time"), False, plan.origin)
+    found = prefer_autograd(space, best, most=limits)
+    return plan if found is best else _in_place_of(plan, found)
 
 
 def _fastest(plans: Sequence[PlanRecord]) -> PlanRecord:
@@ -169,15 +180,15 @@ def is_as_lean_as_einsum(plan: PlanRecord) -> bool:
     return _is_lean(plan, naive_plan(plan.contraction, as_run=True))
 
 
-def _in_place_of(plan: PlanRecord, other: PlanRecord, why: str) -> PlanRecord:
-    """Return another plan of a contraction as the one that was chosen."""
+def _in_place_of(plan: PlanRecord, other: PlanRecord | Candidate, why: str = "") -> PlanRecord:
+    """Return another plan of a contraction, or a candidate, as the plan that was chosen."""
     bound = plan.cost.bound if other.loop is None else other.cost.bound  # of a loop, one that holds for loops
     return PlanRecord.of_contraction(
         plan.contraction,
         tree=other.tree,
         programs=dataclasses.replace(other.programs, cost=dataclasses.replace(other.cost, bound=bound)),
         proven=False,
-        origin=f"{other.origin}, {why}",
+        origin=f"{other.origin}, {why}" if why else other.origin,
     )
 
 

@@ -73,7 +73,7 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     return best
 
 
-def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Candidate:
+def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0, most: Limits | None = None) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs if that takes no longer, or little longer.
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
@@ -84,6 +84,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
         space: the search space.
         best: the candidate. If autograd runs it, or it takes long, it is returned.
         won: how many times as long as another one the candidate may take.
+        most: what a plan that autograd runs may need; None: as much as the candidate, or little.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = not options.limited and options.minimize == "time"
@@ -101,7 +102,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0) -> Ca
 
     lower = Lowerer(choices, step_key("time"), plain=rows, records=True)
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
-    most = Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
+    most = most or Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
     gathers = space.contraction.resolved.spec.gathers
     native, shortest = best, math.inf
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
