@@ -253,7 +253,7 @@ def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Famil
     if only_tree and not any(space.requires) and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
     smallest = _with_steps(plan, space, sizes, steps)
-    if prefer_autograd(space, smallest, won) is not smallest:
+    if call_seconds(low, smallest) > won * call_seconds(low, prefer_autograd(space, smallest)):
         return Family(plan, False)
     taken = sum((choice or lower(op)).cost.picoseconds for op, choice in steps)
     wanted = math.ceil(taken / won)

@@ -73,7 +73,7 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     return best
 
 
-def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0, most: Limits | None = None) -> Candidate:
+def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = None) -> Candidate:
     """Return the candidate, or one that the framework's own autograd runs if that takes no longer, or little longer.
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
@@ -83,7 +83,6 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0, most:
     Args:
         space: the search space.
         best: the candidate. If autograd runs it, or it takes long, it is returned.
-        won: how many times as long as another one the candidate may take.
         most: what a plan that autograd runs may need; None: as much as the candidate, or little.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
@@ -93,7 +92,6 @@ def prefer_autograd(space: SearchSpace, best: Candidate, won: float = 1.0, most:
     least = call_seconds(space.contraction, best)
     if least == best.cost.seconds:
         return best
-    least /= won
     rows = backend.autograd_rows or {}
     among = frozenset(rows)
 
