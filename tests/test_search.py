@@ -325,6 +325,67 @@ def test_what_is_kept_is_the_best_within_limits(case, objective, random):
         assert_least_within(partial(plan_without_loops, case, optimize="optimal"), priced, objective, *limits)
 
 
+def every_program(problem, tree, lower):
+    """The programs of a tree with every implementation of its forward steps, in the order of least peak."""
+    steps = [op.with_layouts(()) for op in ops(tree)]
+    rows = [[choice.lowering for choice in lower.choices(op)] for op in steps]
+    for names in itertools.product(*rows):
+        named = lower.naming(zip(steps, names, strict=True))
+        yield min([problem.programs(t, named).cost for t in every_order(tree, "order")], key=lambda c: c.peak_bytes)
+
+
+@pytest.mark.skipif("torch" not in installed_frameworks(), reason="only torch has several rows for most steps")
+def test_under_a_memory_limit_slower_rows_with_less_scratch_are_searched():
+    floors, count = Floors(), examples(60, 600)
+
+    @settings(max_examples=count)
+    @given(networks(4, 2, max_size=40), st.randoms(use_true_random=False))
+    def law(case, random):
+        case = dataclasses.replace(case, requires_grad=(False,) * len(case.shapes))
+        problem = space_of(case, "torch")
+        lower = Lowerer(problem.choices, step_key("time"))
+        trees = every_tree(problem, MOST_TREES)
+        costs = [cost for tree in trees for cost in every_program(problem, tree, lower)]
+        fastest = min(costs, key=lambda cost: (figure(cost, "time"), cost.peak_bytes))
+        for memory in (fastest.peak_bytes - 1, random.choice(costs).peak_bytes):
+            limits = Limits(memory, None)
+            found, lower = problem.search("time", OPTIMAL._replace(scored=60_000), limits=limits)
+            allowed = [figure(cost, "time") for cost in costs if cost.peak_bytes <= memory]
+            assert (found is not None) == bool(allowed)
+            if found:
+                cost = problem.programs(found.tree, lower.naming(found.names)).cost
+                assert cost.peak_bytes <= memory
+                assert figure(cost, "time") == found.score[0][0] == min(allowed)
+                floors.note(slower=bool(found.names))
+
+    law()
+    floors.at_least(count, slower=0.1)
+
+
+@pytest.mark.skipif("torch" not in installed_frameworks(), reason="only torch has several rows for most steps")
+def test_rows_that_a_search_names_take_what_it_says():
+    """With gradients too."""
+    floors, count, stop = Floors(), examples(60, 600), OPTIMAL._replace(scored=60_000)
+
+    @settings(max_examples=count)
+    @given(networks(4, 2, max_size=40), st.sampled_from((0, 0.3, 0.6)))
+    def law(case, share):
+        problem = space_of(case, "torch")
+        assume(any(problem.requires))
+        low, high = (problem.search(objective, stop) for objective in ("peak", "time"))
+        least, most = (problem.programs(found.tree, lower).cost.peak_bytes for found, lower in (low, high))
+        limits = Limits(int(least + share * (most - least)), None)
+        found, lower = problem.search("time", stop, limits=limits)
+        if found:
+            cost = problem.programs(found.tree, lower.naming(found.names)).cost
+            assert cost.peak_bytes <= limits.memory
+            assert figure(cost, "time") == found.score[0][0]
+        floors.note(named=bool(found and found.names))
+
+    law()
+    floors.at_least(count, named=0.03)
+
+
 @settings(max_examples=examples(30, 300))
 @given(networks(4).filter(lambda case: case.indices), st.randoms(use_true_random=False))
 def test_with_guards_a_plan_for_the_least_peak_is_proven_only_if_it_is_the_best(case, random):

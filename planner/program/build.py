@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -37,6 +37,10 @@ class GradientStep(NamedTuple):
     served: tuple[int, ...]
 
 
+# The rows of some steps, by their ops without layouts.
+Names = tuple[tuple[Op, str], ...]
+
+
 class Lowerer:
     """Chooses the implementation of each op by the objective's key. A tie goes to the first in the table.
 
@@ -58,6 +62,7 @@ class Lowerer:
         records: bool | None = None,
     ) -> None:
         self.choices, self.key, self.fixed, self.plain, self.records = choices, key, fixed, plain, records
+        self.names: Mapping[Op, str] = {}
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
@@ -66,13 +71,27 @@ class Lowerer:
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
-        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain, self.records)
+        lower = self.naming(self.names.items())
+        lower.fixed = {**self.fixed, op: choice}
+        lower._chosen[op] = choice
+        return lower
+
+    def naming(self, names: Iterable[tuple[Op, str]]) -> Lowerer:
+        """Return a lowerer that uses these rows for ops of any layouts where they run them, and else does as this one.
+
+        If a joint gradient is among the ops, both gradients are one step; if both single ones are, they are two.
+        """
+        lower = Lowerer(self.choices, self.key, self.fixed, self.plain, self.records)
+        lower.names = dict(names)
+        return lower
 
     def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""
         choice = self._chosen.get(op)
         if choice is None:
-            choice = min(self.choices(op), key=lambda c: self.key(c.cost))
+            choices, name = self.choices(op), self.names.get(op.with_layouts(())) if self.names else None
+            named = [choice for choice in choices if choice.lowering == name]
+            choice = min(named or choices, key=lambda c: self.key(c.cost))
             self._chosen[op] = choice
         return choice
 
@@ -97,6 +116,10 @@ class Lowerer:
         plain = [choice for choice in self.choices(op) if choice.lowering in rows]
         return min(plain, key=lambda c: self.key(c.cost), default=choice)
 
+    def _is_given(self, op: Op) -> bool:
+        """Whether the implementation of an op is fixed, or its row is named."""
+        return op in self.fixed or (bool(self.names) and op.with_layouts(()) in self.names)
+
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
         if isinstance(op, Loop):
             gradient = op.gradient(layout)
@@ -111,8 +134,8 @@ class Lowerer:
             return (GradientStep(back, self(back), (0,)),)
         if len(wanted) == 2 and all(wanted):
             joint = op.joint_gradient(layout)
-            if joint in self.fixed:
-                return (GradientStep(joint, self.fixed[joint], (0, 1)),)
+            if self._is_given(joint):
+                return (GradientStep(joint, self(joint), (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
         rows = self.plain.get(self(op).lowering) if self.plain else None
         choose = self if rows is None else partial(self._among, rows)
@@ -123,7 +146,7 @@ class Lowerer:
                 swapped = Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())
                 single.append(GradientStep(swapped, choose(swapped), (child,)))
         if len(single) == 2:
-            fixed_apart = all(step.op in self.fixed for step in single)
+            fixed_apart = all(self._is_given(step.op) for step in single)
             if not fixed_apart and self.choices(joint):
                 choice = self(joint)
                 apart = single[0].choice.cost + single[1].choice.cost

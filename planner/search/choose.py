@@ -368,6 +368,7 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     about_peaks = objective == "peak" or limits.memory is not None
     can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).compiled_peak)
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
+        lower = lower.naming(result.names) if result.names else lower
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
         # The search takes intermediates to be row-major, and guards to need no memory. Where that does not hold, a plan

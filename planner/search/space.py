@@ -169,8 +169,13 @@ class SearchSpace:
         """
         if limits.memory is not None:
             limits = limits._replace(memory=limits.memory - self.index_bytes)
-        choices = self.stock_choices if as_run else self.naive_choices
-        lower = Lowerer(choices, step_key(objective)) if naive else self.lowerer(objective)
+        key = step_key(objective)
+        if naive:
+            lower = Lowerer(self.stock_choices if as_run else self.naive_choices, key)
+        elif limits.memory is None:
+            lower = self.lowerer(objective)
+        else:  # with all rows: one that takes longer may have less scratch
+            lower = Lowerer(self.choices, key, plain=self.table.plain)
         search = _TreeSearch(self, lower, objective, limits, naive)
         if path is not None:
             return search.over_path(path), lower

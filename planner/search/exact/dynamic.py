@@ -41,9 +41,10 @@ from planner.cost.limits import NO_LIMITS, Limits
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec
-from planner.program.build import GradientStep, Lowerer
+from planner.program.build import GradientStep, Lowerer, Names
 from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
+from planner.search.exact.implementations import Choice, Implementations
 from planner.search.exact.network import ROWS, Status, Value
 from planner.search.exact.steps import (
     Key,
@@ -101,6 +102,7 @@ class PartialPlan:
         recomputed: whether the backward program computes the value again.
         vector: the quantities that are compared. Of two partial plans that are both saved, or both recomputed, one is
             at least as good as the other if no entry of its vector is larger.
+        names: the rows of steps below that are not in their best implementations.
     """
 
     tree: Tree
@@ -110,6 +112,7 @@ class PartialPlan:
     bytes: int
     recomputed: bool
     vector: Vector
+    names: Names = ()
 
     def is_as_good_as(self, other: PartialPlan) -> bool:
         """Whether both are saved, or both recomputed, and no entry of this plan's vector is larger."""
@@ -132,6 +135,7 @@ class _PricedStep:
         key: what the step and its gradient steps add to the score.
         again: the same, if the backward program runs the step a second time.
         may_be_recomputed: whether the backward program may do that.
+        names: its row and those of its gradient steps, as far as they are not the best.
     """
 
     op: Op
@@ -144,6 +148,7 @@ class _PricedStep:
     key: Key
     again: Key
     may_be_recomputed: bool
+    names: Names
 
 
 # The best partial plans for one set of operands and one status, and those for each status.
@@ -193,6 +198,7 @@ class Search:
         self.about_peaks = objective == "peak" or limits.memory is not None
         self.counts_retained = self.about_peaks or limits.retain is not None
         self.interrupted = False
+        self.implementations = Implementations(lower, limits.memory is not None)
         self.takes_first, self.bound, self.ends = takes_first, bound, ends
         self.least = _zero() if bound is None else self._least_of_a_product()
         self._ahead = self._least_by_products_to_come()
@@ -248,7 +254,7 @@ class Search:
                 return None
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
         best = min(complete, key=lambda partial: (self.score(partial), partial.key))
-        return SearchResult(best.tree, self.score(best), self.exact, self.interrupted)
+        return SearchResult(best.tree, self.score(best), self.exact, self.interrupted, names=best.names)
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -437,11 +443,11 @@ class Search:
             raise SearchEnded
         if self.is_too_dear(op, children, result.operands):
             return
-        step = self.price_step(op, parts)
-        for combination in itertools.product(*children):
-            for partial in self.extend(step, combination):
-                if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
-                    self.insert(front, partial)
+        for step in self.price_step(op, parts):
+            for combination in itertools.product(*children):
+                for partial in self.extend(step, combination):
+                    if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
+                        self.insert(front, partial)
 
     def insert(self, front: Front, partial: PartialPlan) -> None:
         """Insert a partial plan into a Pareto front unless another is as good; drop those that it dominates."""
@@ -472,8 +478,8 @@ class Search:
         last = self.steps.last()
         if last is None or not front:
             return front
-        step = self.price_step(last, (self.network.everything,))
-        finished = [complete for partial in front for complete in self.extend(step, (partial,))]
+        steps = self.price_step(last, (self.network.everything,))
+        finished = [complete for step in steps for partial in front for complete in self.extend(step, (partial,))]
         return [complete for complete in finished if not self.exceeds_limit(complete)]
 
     # -- quantities ----------------------------------------------------------------------------------
@@ -483,7 +489,7 @@ class Search:
         return bool(self._gradient_operands & operands)
 
     def partial_plan(
-        self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, recomputed: bool
+        self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, recomputed: bool, names: Names = ()
     ) -> PartialPlan:
         """Return a partial plan with the vector that it is compared by."""
         vector: Vector = () if self.objective == "peak" else (key,)
@@ -491,7 +497,7 @@ class Search:
             vector = (*vector, retained)
         if self.about_peaks:
             vector = (*vector, *peaks)
-        return PartialPlan(tree, key, retained, peaks, size, recomputed, vector)
+        return PartialPlan(tree, key, retained, peaks, size, recomputed, vector, names)
 
     def score(self, partial: PartialPlan) -> Vector:
         """Return what the search minimises, of a complete plan."""
@@ -500,22 +506,26 @@ class Search:
     def extend_all(self, op: Op, children: Front, parts: tuple[int, ...]) -> Front:
         """Return a front of some partial plans, each extended by one unary step."""
         front: Front = []
-        step = self.price_step(op, parts)
-        for child in children:
-            for partial in self.extend(step, (child,)):
-                self.insert(front, partial)
+        for step in self.price_step(op, parts):
+            for child in children:
+                for partial in self.extend(step, (child,)):
+                    self.insert(front, partial)
         return front
 
-    def price_step(self, op: Op, parts: tuple[int, ...]) -> _PricedStep:
-        """Return what extending partial plans by a step needs to know of the step.
+    def price_step(self, op: Op, parts: tuple[int, ...]) -> list[_PricedStep]:
+        """Return what extending partial plans by a step needs to know of the step, for each implementation to try.
 
         Args:
             op: the step.
             parts: the set of operands of each value that it reads.
         """
         needs = tuple(self.needs_gradient(part) for part in parts)
-        choice = self.lower(op)
-        gradients = self.lower.gradients(op, needs) if any(needs) else ()
+        # The backward program can need the value only if some other operand needs a gradient.
+        may_be_recomputed = self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts))
+        return [self._priced(op, needs, may_be_recomputed, choice) for choice in self.implementations(op, needs)]
+
+    def _priced(self, op: Op, needs: tuple[bool, ...], may_be_recomputed: bool, implementation: Choice) -> _PricedStep:
+        choice, gradients, names = implementation
         own = self.key(choice.cost)
         key = add_keys(own, *(self.key(gradient.choice.cost) for gradient in gradients))
         return _PricedStep(
@@ -528,14 +538,15 @@ class Search:
             produced=_gradient_bytes(op, needs) if self.about_peaks else (),
             key=key,
             again=add_keys(own, key),
-            # The backward program can need the value only if some other operand needs a gradient.
-            may_be_recomputed=self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts)),
+            may_be_recomputed=may_be_recomputed,
+            names=names,
         )
 
     def extend(self, step: _PricedStep, children: tuple[PartialPlan, ...]) -> Iterator[PartialPlan]:
         """Yield the partial plans that add one step to its children's: saved and recomputed, in each useful order."""
         trees = tuple(child.tree for child in children)
         held = children[0].bytes if step.choice.view else step.bytes
+        names = sum((child.names for child in children), step.names)
         below = [child.key for child in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
             key = add_keys(step.key, *below)
@@ -555,12 +566,12 @@ class Search:
             key = add_keys(added, *below)
             if not self.about_peaks:
                 node = Node(step.op, trees, kept=not recomputed)
-                yield self.partial_plan(node, key, retained, NO_PEAKS, held, recomputed)
+                yield self.partial_plan(node, key, retained, NO_PEAKS, held, recomputed, names)
                 continue
             for order in _useful_orders(trees):
                 peaks, backward_order = self._peaks(step, children, order, recomputed)
                 node = Node(step.op, trees, order, backward_order, not recomputed)
-                yield self.partial_plan(node, key, retained, peaks, held, recomputed)
+                yield self.partial_plan(node, key, retained, peaks, held, recomputed, names)
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""

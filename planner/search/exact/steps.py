@@ -15,6 +15,7 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import term_gathers
+from planner.program.build import Names
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
 from planner.search.exact.network import Network, Status, Value
@@ -39,6 +40,7 @@ class SearchResult:
         exact: whether no better tree exists in the space that was searched.
         interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
         bound: the score that no tree in that space is below.
+        names: the rows of steps that are not in their best implementations, for `Lowerer.naming`.
     """
 
     tree: Tree
@@ -46,6 +48,7 @@ class SearchResult:
     exact: bool
     interrupted: bool = False
     bound: int = 0
+    names: Names = ()
 
 
 class SearchEnded(SearchLimitError):
