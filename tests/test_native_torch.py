@@ -89,10 +89,25 @@ def test_no_copy_is_kept_under_limits_and_for_other_objectives(options):
     assert plan.cost.retained_bytes == 0
 
 
+def test_autograd_may_keep_rows_in_place_of_a_slower_plan(monkeypatch):
+    """Einsum retains the rows that it takes. A Function that retains nothing took 1.4 times as long."""
+    operands = [planner.Operand(shape, requires_grad=True) for shape in [(16, 4, 16, 8), (128, 8, 4, 16)]]
+
+    def retained():
+        planner.caches().clear()
+        made = planner.plan("bhts, p[bt]shd -> bhd", *operands, p=(16, 16), backend="torch", device="cpu")
+        assert made.programs.by_autograd == (made.cost.retained_bytes > 0)
+        return made.cost.retained_bytes
+
+    assert retained() == 4 * 16 * 16 * 8 * 4 * 16
+    monkeypatch.setattr("planner.search.refine._MOST_TAKEN", 2**18)
+    assert retained() == 0
+
+
 def test_a_long_plan_keeps_operands_in_place_of_copies():
     operands = [planner.Operand(shape, requires_grad=True) for shape in [(8, 256, 4, 4, 64), (8, 256, 4, 64)]]
     plan = planner.plan("BTKGH,BSKH->BTKGS", *operands, backend="torch", device="cpu")
-    assert plan.cost.seconds > 1e-3
+    assert plan.cost.seconds > 2.5e-3
     assert plan.cost.retained_bytes == 0
 
 

@@ -7,6 +7,7 @@ one result one by one, or are computed as a batch that is summed afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Callable, Sequence
@@ -104,11 +105,21 @@ def einsum_copies(op: Op) -> tuple[int, ...]:
 def _einsum_copies(op: Op) -> list[tuple[int, int]]:
     """Return, for each input of a product, the bytes of two copies: for `torch.bmm`, and within it at any moment.
 
-    The first makes the input a batch of matrices. Matrices without a stride of 1 are copied one at a time.
+    The first makes the input a batch of matrices. Matrices without a stride of 1 are copied one at a time. Torch views
+    axes of the result as one in its order, and summed ones in that of their letters.
     """
-    form, layouts, size = copied_form(op), op.layouts or (None, None), itemsize(op.dtype)
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None or not form.contracted:
+        return []
+    batch, left, right = (
+        tuple(sorted(group, key=op.spec.output.index)) for group in (form.batch, form.left, form.right)
+    )
+    form = dataclasses.replace(form, batch=batch, left=left, right=right, contracted=tuple(sorted(form.contracted)))
+    layouts, size = op.layouts or (None, None), itemsize(op.dtype)
+    if not any(product_copies(form, op.spec, layouts)):
+        return []
     copies = []
-    for term, layout, groups in zip(op.spec.inputs, layouts, form.matrices[:2], strict=True) if form else ():
+    for term, layout, groups in zip(op.spec.inputs, layouts, form.matrices[:2], strict=True):
         if not matrix_copies(term, layout, groups, op.spec):
             copies.append((0, 0))
         elif not flattens(term, layout, groups, op.spec):

@@ -143,8 +143,7 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
                 return tried
             if top not in plans:
                 plans[top] = make_plan(top, loops=False)
-            won = CLOSE if parts == PARTS[-1] else WON
-            family = _decide_on_loops(_judged(plans[top], low, parts == WIDE, won))
+            family = _decide_on_loops(_judged(plans[top], low, parts))
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried[parts] = family
@@ -225,16 +224,16 @@ class _Classes:
         return next(n for n in sizes if math.gcd(n, EXACT) == math.gcd(size, EXACT))
 
 
-def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Family:
+def _judged(plan: PlanRecord, low: Contraction, parts: int) -> Family:
     """Find out whether the largest member's plan is as lean as einsum, and fast, for the smallest member too.
 
     Args:
         plan: the plan.
         low: the smallest member.
-        wide: whether the classes are wide.
-        won: how many times as long as its best plan it may take.
+        parts: the entry of `PARTS`.
     """
-    space = SearchSpace(low)
+    space, wide, narrow = SearchSpace(low), parts == WIDE, parts == PARTS[-1]
+    won = CLOSE if narrow else WON  # how many times as long as its best plan it may take
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, not wide)
@@ -252,9 +251,14 @@ def _judged(plan: PlanRecord, low: Contraction, wide: bool, won: float) -> Famil
     steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
     if only_tree and not any(space.requires) and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
-    smallest = _with_steps(plan, space, sizes, steps)
-    if call_seconds(low, smallest) > won * call_seconds(low, prefer_autograd(space, smallest)):
+    smallest = _with_steps(plan, space, sizes, steps, _runs_by_autograd(plan))
+    native = prefer_autograd(space, smallest)
+    if native is not smallest and not (narrow and call_seconds(low, smallest) <= won * call_seconds(low, native)):
         return Family(plan, False)
+    if not narrow and not _runs_by_autograd(plan) and any(step.choice.cost.copied_bytes for step in plan.steps):
+        alone = _with_steps(plan, space, sizes, steps, records=None)
+        if alone.programs.copies is not None:  # autograd keeps copies, and so makes each once
+            return Family(plan, False)
     taken = sum((choice or lower(op)).cost.picoseconds for op, choice in steps)
     wanted = math.ceil(taken / won)
     if only_tree and sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted:
@@ -329,13 +333,16 @@ def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int
 def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     """Return the representative's plan at the sizes of a member."""
     sizes = _sizes_of(representative, space)
-    return _with_steps(representative, space, sizes, resize_steps(representative, sizes, space.table))
+    steps, records = resize_steps(representative, sizes, space.table), _runs_by_autograd(representative)
+    return _with_steps(representative, space, sizes, steps, records)
 
 
-def _with_steps(representative: PlanRecord, space: SearchSpace, sizes: Sizes, steps: Steps) -> Candidate:
-    """Return the representative's plan at the sizes of a member, from its steps at these sizes."""
+def _with_steps(
+    representative: PlanRecord, space: SearchSpace, sizes: Sizes, steps: Steps, records: bool | None
+) -> Candidate:
+    """Return the representative's plan at the sizes of a member, from its steps at these sizes; see `Lowerer`."""
     fixed = {op: choice for op, choice in steps if choice is not None}
-    lower = space.lowerer("time", fixed, _runs_by_autograd(representative))
+    lower = space.lowerer("time", fixed, records)
     tree = resize_nodes(representative.tree, sizes)
     origin = _origin(representative, space.contraction)
     return Candidate(space.programs(tree, lower), tree, lower, False, origin)

@@ -20,8 +20,9 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
-# The part of the time that such a plan may take if it needs more than that.
-_WORTH_MEMORY = 0.9
+# The part of the time that such a plan may take if it needs more than that, but no more than einsum. With index arrays
+# einsum retains the rows that it takes, and a plan may do so up to so many bytes.
+_WORTH_MEMORY, _WORTH_TAKEN, _MOST_TAKEN = 0.9, 0.8, 2**20
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
@@ -77,8 +78,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     """Return the candidate, or one that the framework's own autograd runs if that takes no longer, or little longer.
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
-    the naive one, with the steps that autograd runs. They take no more memory, or little; but without index arrays the
-    naive tree, which is the framework's own einsum, may take what that takes if it saves a tenth of the time.
+    the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
+    the framework's own einsum, may take what that takes if it saves a tenth of the time, with index arrays a fifth.
 
     Args:
         space: the search space.
@@ -107,11 +108,12 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
         if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
             continue  # autograd does not run such a step
         found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
-        is_einsum = naive is not None and tree == naive.tree and not gathers
+        is_einsum = naive is not None and tree == naive.tree
         if keeps_within(found.cost, most):
             wanted = least if gathers else _WORTH_A_FUNCTION * least
         else:
-            wanted = _WORTH_MEMORY * least if is_einsum else 0.0
+            worth = _WORTH_MEMORY if not gathers else _WORTH_TAKEN * (found.cost.retained_bytes <= _MOST_TAKEN)
+            wanted = worth * least if is_einsum else 0.0
         if found.cost.seconds < wanted:
             taken = call_seconds(space.contraction, found)
             if taken < min(wanted, shortest):
