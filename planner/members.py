@@ -25,7 +25,7 @@ from planner.program.plan import PlanRecord
 from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, make_family_plan
 from planner.search.family import wide_axes as axes_of_wide_classes
 
-# How many plans run the members of a family whose steps have other rows or orders than the family's plan.
+# How many plans are kept for members of one family whose steps have other rows or orders than those of its plan.
 MOST_OTHERS = 16
 
 

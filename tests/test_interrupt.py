@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from laws import needing_gradients
 
 import planner
+from planner.search import choose
 from planner.search.exact.dynamic import Search
 from planner.search.exact.lazy import LazySearch
 
@@ -109,3 +111,20 @@ def test_ctrl_c_among_loops_over_slices_is_never_lost(monkeypatch):
 def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
     interrupt(monkeypatch, at, [(Search, "offer"), (LazySearch, "price")])
     assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_ctrl_c_after_a_lean_plan_is_found_gives_that_plan(monkeypatch):
+    plain = choose.prefer_autograd
+
+    def prefer(space, best, most=None):
+        if most is not None:
+            raise KeyboardInterrupt
+        return plain(space, best)
+
+    monkeypatch.setattr(choose, "prefer_autograd", prefer)
+    plan = planner.plan(
+        "pijk, i, j -> k", *needing_gradients((4, 64, 9, 32), (64,), (9,)), backend="torch", device="cpu"
+    )
+    assert plan.origin.startswith("interrupted: exact, time, as lean as einsum")
+    assert plan.cost.retained_bytes <= plan.naive_cost.retained_bytes

@@ -67,8 +67,8 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
     "broadcast": ("sum",),
     **{row: (gradient,) for row, gradient in INDEXED.items()},
 }
-# Longer plans with index arrays, or of which torch would keep copies of operands, run as a Function: of a gradient that
-# repeats it computes the sum first, see `Executable.against`. Below, its overhead shows, see docs/limits.md.
+# Longer plans with index arrays, or of which torch would keep copies of operands, run as a Function: for an expanded
+# gradient it computes the sum first, see `Executable.against`. For shorter plans its overhead shows (docs/limits.md).
 MOST_NATIVE_SECONDS = 2.5e-3
 # Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
 # `torch.func.grad` they may keep more than the plan says.

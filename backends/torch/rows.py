@@ -73,8 +73,8 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
     copied = flattened_bytes(op, form)
     moved = op.bytes_touched() + 2 * copied
     in_buffers = (op.products + 1) * n * i * (j + k) * size
-    # Rows are gathered, then multiplied, then written, so the times add up. A call for few rows makes 110 calls of
-    # torch, and took 0.75 ms on an Intel Xeon that calls at half the rate of the preset (torch 2.13, 2026-11-28).
+    # Rows are gathered, then multiplied, then written, so the times add up. For few rows 110 of torch's operators run,
+    # which took 0.75 ms on an Intel Xeon where each takes twice as long as by the preset (torch 2.13, 2026-11-28).
     seconds = op.flops() / device.product_rate(*form.sides) + device.moving_seconds(moved + in_buffers)
     work = Work(
         op.flops(),

@@ -136,10 +136,13 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
 
 
 def _in_calls_of_autograd(plan: PlanRecord, limits: Limits) -> PlanRecord:
-    """Return the plan, or one within the limits that the framework's own autograd runs, see `prefer_autograd`."""
+    """Return the plan, or one within the limits that the framework's own autograd runs, or einsum's own calls."""
     space = SearchSpace(plan.contraction)
     best = Candidate(plan.programs, plan.tree, space.lowerer("time"), False, plan.origin)
-    found = prefer_autograd(space, best, most=limits)
+    try:
+        found = prefer_autograd(space, best, most=limits)
+    except KeyboardInterrupt:
+        return _in_place_of(plan, dataclasses.replace(best, origin=f"interrupted: {best.origin}"))
     return plan if found is best else _in_place_of(plan, found)
 
 
@@ -342,11 +345,17 @@ def _best(
         found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
         best = found.best()
     if best is None or not keeps_within(best.cost, limits):
+        known = len(candidates)
         found.search(objectives, limits)
+        if limits.memory is not None and candidates[known:]:
+            # As values really lie, steps may copy what the search did not see.
+            excess = candidates[known].cost.peak_bytes - limits.memory
+            if 0 < excess < limits.memory:
+                found.search(objectives, limits._replace(memory=limits.memory - excess))
         within_limits = found.best_allowed()
         if within_limits is None or not within_limits.proven:
-            # Searches for other objectives may find what this one missed: they choose steps with less scratch, and
-            # they may search other trees where not all can be searched.
+            # Searches for other objectives may find what this one missed, as they may search other trees where not
+            # all can be searched.
             found.search(["retained"], quicker=True)
             found.search(["peak"], Limits(None, options.retain_limit), quicker=True)
         if found.best_allowed() is None and space.index_bytes:
@@ -367,13 +376,14 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     # Searches compare peaks as if every value were in memory.
     about_peaks = objective == "peak" or limits.memory is not None
     can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).compiled_peak)
+    can_prove &= limits in (NO_LIMITS, limits_of(space.options))
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
-        lower = lower.naming(result.names) if result.names else lower
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
         # The search takes intermediates to be row-major, and guards to need no memory. Where that does not hold, a plan
         # may cost more or less than its score.
-        scored = programs.row_major and objective != "peak"
+        # Of two equal steps one may have a named row, and the programs have it in both.
+        scored = programs.row_major and objective != "peak" and not result.names
         as_searched = scored or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
         proven = exact and can_prove and as_searched
         origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"

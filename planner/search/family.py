@@ -66,7 +66,7 @@ class Family:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
             `WON`, or `CLOSE`, times as long as the best tree that a search of its own finds, or not all trees can be
-            searched.
+            searched. But in the narrowest classes, autograd runs it there only if it runs the largest member.
         loops: whether the best plan at an end of the classes is a loop over slices, which is faster than `plan`. Then
             narrower classes are not tried.
         searches_loops: whether members are searched for loops over slices: whether a loop is the best with the tree at
@@ -257,7 +257,7 @@ def _judged(plan: PlanRecord, low: Contraction, parts: int) -> Family:
         return Family(plan, False)
     if not narrow and not _runs_by_autograd(plan) and any(step.choice.cost.copied_bytes for step in plan.steps):
         alone = _with_steps(plan, space, sizes, steps, records=None)
-        if alone.programs.copies is not None:  # autograd keeps copies, and so makes each once
+        if alone.programs.copies is not None:  # autograd would keep copies, which a Function makes twice
             return Family(plan, False)
     taken = sum((choice or lower(op)).cost.picoseconds for op, choice in steps)
     wanted = math.ceil(taken / won)

@@ -20,9 +20,10 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
-# The part of the time that such a plan may take if it needs more than that, but no more than einsum. With index arrays
-# einsum retains the rows that it takes, and a plan may do so up to so many bytes.
-_WORTH_MEMORY, _WORTH_TAKEN, _MOST_TAKEN = 0.9, 0.8, 2**20
+# The part of the time that the naive tree, which is einsum's own, may take if it needs more than that.
+_WORTH_MEMORY = 0.9
+# The same with index arrays, where the naive tree retains the rows that it takes, and the most that it may retain then.
+_WORTH_TAKEN, _MOST_TAKEN = 0.8, 2**20
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
@@ -84,7 +85,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     Args:
         space: the search space.
         best: the candidate. If autograd runs it, or it takes long, it is returned.
-        most: what a plan that autograd runs may need; None: as much as the candidate, or little.
+        most: what a plan that autograd runs may need, but for the naive one; None: as much as the candidate, or little.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = not options.limited and options.minimize == "time"

@@ -162,7 +162,7 @@ class SearchSpace:
             known: the best tree that is known, for a search over all trees without limits.
 
         Returns:
-            What the search found, or None if no tree is within the limits; and the lowerer that it used.
+            What the search found, or None if no tree is within the limits; and the lowerer that chooses as it did.
 
         Raises:
             SearchLimitError: the search would have to look at more steps.
@@ -178,8 +178,12 @@ class SearchSpace:
             lower = Lowerer(self.choices, key, plain=self.table.plain)
         search = _TreeSearch(self, lower, objective, limits, naive)
         if path is not None:
-            return search.over_path(path), lower
-        return (search.over_all_lazily(stop, known) if search.additive else search.over_all_with_fronts(stop)), lower
+            result = search.over_path(path)
+        elif search.additive:
+            result = search.over_all_lazily(stop, known)
+        else:
+            result = search.over_all_with_fronts(stop)
+        return result, lower.naming(result.names) if result is not None and result.names else lower
 
     @property
     def has_plain_bounds(self) -> bool:

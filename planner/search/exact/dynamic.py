@@ -102,7 +102,7 @@ class PartialPlan:
         recomputed: whether the backward program computes the value again.
         vector: the quantities that are compared. Of two partial plans that are both saved, or both recomputed, one is
             at least as good as the other if no entry of its vector is larger.
-        names: the rows of steps below that are not in their best implementations.
+        names: the rows of the steps below whose implementations are not all the best by the objective.
     """
 
     tree: Tree
@@ -135,7 +135,7 @@ class _PricedStep:
         key: what the step and its gradient steps add to the score.
         again: the same, if the backward program runs the step a second time.
         may_be_recomputed: whether the backward program may do that.
-        names: its row and those of its gradient steps, as far as they are not the best.
+        names: its row if that is not the best, and those of its gradient steps if not all of them are.
     """
 
     op: Op
@@ -166,7 +166,7 @@ class Search:
     Args:
         steps: the steps on the network.
         requires: for each operand, whether it needs a gradient.
-        lower: chooses the implementation of each step by the objective's key.
+        lower: chooses the best implementation of each step by the objective's key; see `Implementations` for others.
         objective: one of `planner.cost.objective.OBJECTIVES`.
         keep: "all" to keep every value that gradients read, "any" to choose what is kept.
         work_limit: the search fails if it would score more steps than this.
@@ -443,7 +443,9 @@ class Search:
             raise SearchEnded
         if self.is_too_dear(op, children, result.operands):
             return
-        for step in self.price_step(op, parts):
+        steps = self.price_step(op, parts)
+        self.work += (len(steps) - 1) * math.prod(map(len, children))
+        for step in steps:
             for combination in itertools.product(*children):
                 for partial in self.extend(step, combination):
                     if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):

@@ -30,8 +30,9 @@ from planner.language.spec import Spec, Term, entry_axes, pool_letters, replace_
 POOL, ROWS, SCATTER = 0, 1, 2
 # Networks of so many operands share what does not depend on sizes.
 MOST_SHARED = 4
-# XLA takes runs of so many elements faster if they stay together: 1.0 times as long as einsum's take, for 1.4 to 1.8.
-# With runs of 4 the gradient takes 1.6 times as long then (one core of an Intel Xeon, JAX 0.10.2, 2026-11-28).
+# XLA takes runs of so many elements faster if they stay together: 1.0 times as long as with einsum, instead of 1.4 to
+# 1.8. With runs of 4, gradients take 1.6 times as long that way (one core of an Intel Xeon, JAX 0.10.2, 2026-11-28). In
+# torch and NumPy the order makes no difference.
 LONG_RUN = 8
 Status = tuple[int, ...]
 Bits = Any  # an integer, or an array of integers
@@ -235,8 +236,8 @@ class Network:
     def value_term(self, value: Value) -> tuple[str, ...]:
         """Return the axes of a value in the network's order; those of the whole product in the result's.
 
-        If runs of `LONG_RUN` or more elements of an operand would be torn apart as they are taken, what is taken has
-        the operand's order, with the row axes in the place of the pool axis.
+        If runs of `LONG_RUN` or more elements of an operand would be torn apart as they are taken or added up, the
+        result has the operand's order, with the row axes in the place of the pool axis.
         """
         axes = self.value_axes(value)
         order = self.term(axes)

@@ -40,7 +40,7 @@ class SearchResult:
         exact: whether no better tree exists in the space that was searched.
         interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
         bound: the score that no tree in that space is below.
-        names: the rows of steps that are not in their best implementations, for `Lowerer.naming`.
+        names: the rows of steps whose implementations are not all the best by the objective, for `Lowerer.naming`.
     """
 
     tree: Tree
