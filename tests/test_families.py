@@ -200,7 +200,7 @@ def test_families_of_plans_that_autograd_runs_settle(spec, shapes):
 
 @pytest.mark.parametrize(("positions", "native"), [(300, True), (360, False)])
 def test_classes_in_which_autograd_stops_running_plans_settle(positions, native):
-    """From 2.5 ms on a Function runs the plan, of which autograd would keep copies. Each new size took 8 ms."""
+    """From 2.5 ms on a Function runs the plan, of which autograd would keep copies. Some new sizes took 8 ms."""
     forget()
     operands = [Operand((2, positions, 4, 16), requires_grad=True)] * 2
     assert "family" in planner.plan("bqhd, bkhd -> bhqk", *operands, backend="torch", device="cpu").origin
@@ -209,7 +209,7 @@ def test_classes_in_which_autograd_stops_running_plans_settle(positions, native)
 
 
 def test_a_plan_as_lean_as_einsum_may_be_run_by_autograd():
-    """The fastest plan that autograd runs retains 1% more. A Function that retains less takes 1.7 times as long."""
+    """The fastest plan that autograd runs retains 1% more. A leaner Function is predicted to take 1.8 times as long."""
     operands = [Operand(shape, requires_grad=True) for shape in [(4, 64, 9, 32), (64,), (9,)]]
     plan = planner.plan("pijk, i, j -> k", *operands, backend="torch", device="cpu")
     assert "as lean as einsum, by autograd" in plan.origin

@@ -66,7 +66,7 @@ class Family:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it is as lean as einsum, and takes at most
             `WON`, or `CLOSE`, times as long as the best tree that a search of its own finds, or not all trees can be
-            searched. But in the narrowest classes, autograd runs it there only if it runs the largest member.
+            searched. Except in the narrowest classes, autograd runs the largest member if it is best for the smallest.
         loops: whether the best plan at an end of the classes is a loop over slices, which is faster than `plan`. Then
             narrower classes are not tried.
         searches_loops: whether members are searched for loops over slices: whether a loop is the best with the tree at
