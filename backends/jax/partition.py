@@ -59,9 +59,13 @@ def devices_wanted(arguments: Sequence[Any]) -> Any:
     primitives. This is a jaxpr with one. It is None if the types of the arguments name a mesh without devices, an
     `AbstractMesh` of the user: then JAX has none to name, and refuses such a call.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in arguments if isinstance(x, jax.core.Tracer)]
-    known = all(mesh.empty or getattr(mesh, "abstract_device", mesh) is not None for mesh in meshes)
-    return _partitioned_call() if known else None
+    shardings = [jax.typeof(x).sharding for x in arguments if isinstance(x, jax.core.Tracer)]
+    return None if any(map(lacks_devices, shardings)) else _partitioned_call()
+
+
+def lacks_devices(sharding: Any) -> bool:
+    """Whether a sharding names a mesh without devices."""
+    return not sharding.mesh.empty and getattr(sharding.mesh, "abstract_device", sharding.mesh) is None
 
 
 @lru_cache(maxsize=1)

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from planner.backends.jax.evaluation import NARROW, PLATFORMS, Mode, Shape, cast, evaluate, input_count, wide_types
 from planner.backends.jax.guards import Guards, batch_guard
 from planner.backends.jax.index import check_values
-from planner.backends.jax.partition import devices_of, devices_wanted
+from planner.backends.jax.partition import devices_of, devices_wanted, lacks_devices
 from planner.language.derive import batched, transpose
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op
@@ -50,13 +50,18 @@ def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
     return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
 
 
-def _result_type(view: Shape, dtype: str, like: Any) -> Any:
-    """Return the type of a result; inside of `shard_map` it varies as the arguments do."""
+def _result_type(view: Shape, dtype: str, arguments: Sequence[Any]) -> Any:
+    """Return the type of a result of arguments of some types.
+
+    Inside of `shard_map` it varies as the arguments do. It names a mesh without devices if one of them does, so that
+    steps which read the result know that there are none, see `devices_wanted`.
+    """
     plain = jax.core.ShapedArray(view, jnp.dtype(dtype))
-    if not like.mat.varying:
+    first = next((x for x in arguments if lacks_devices(x.sharding)), arguments[0])
+    if not (first.mat.varying or lacks_devices(first.sharding)):
         return plain
-    sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
-    return like.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
+    sharding = first.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
+    return first.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
 # Both primitives take the parameters op, mode, views (shapes of the results as the caller sees them) and guards. The
@@ -130,7 +135,7 @@ def _step_impl(*arguments: Any, mode: Mode, **parameters: Any) -> list[Any]:
 
 @step_p.def_abstract_eval
 def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> list[Any]:
-    return [_result_type(view, op.dtype, arguments[0]) for view in views]
+    return [_result_type(view, op.dtype, arguments) for view in views]
 
 
 def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
@@ -379,7 +384,7 @@ def _tangent_impl(*arguments: Any, **parameters: Any) -> Any:
 
 @tangent_p.def_abstract_eval
 def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> Any:
-    return _result_type(views[0], op.dtype, arguments[0])
+    return _result_type(views[0], op.dtype, arguments)
 
 
 def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:
