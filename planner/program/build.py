@@ -51,6 +51,7 @@ class Lowerer:
             single gradients are fixed and the joint one is not, they are two steps.
         plain: for each row that the framework differentiates itself, the rows of gradients of its steps.
         records: whether the framework may keep copies, see `Backend`; None if their plan decides.
+        names: the rows of some ops without layouts, see `naming`.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Lowerer:
         fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
         plain: Mapping[str, Sequence[str]] = MappingProxyType({}),
         records: bool | None = None,
+        names: Mapping[Op, str] = MappingProxyType({}),
     ) -> None:
         self.choices, self.key, self.fixed, self.plain, self.records = choices, key, fixed, plain, records
-        self.names: Mapping[Op, str] = {}
+        self.names = names
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
@@ -71,19 +73,14 @@ class Lowerer:
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
-        lower = self.naming(self.names.items())
-        lower.fixed = {**self.fixed, op: choice}
-        lower._chosen[op] = choice
-        return lower
+        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain, self.records, self.names)
 
     def naming(self, names: Iterable[tuple[Op, str]]) -> Lowerer:
         """Return a lowerer that uses these rows for ops of any layouts where they run them, and else does as this one.
 
         If a joint gradient is among the ops, both gradients are one step; if both single ones are, they are two.
         """
-        lower = Lowerer(self.choices, self.key, self.fixed, self.plain, self.records)
-        lower.names = dict(names)
-        return lower
+        return Lowerer(self.choices, self.key, self.fixed, self.plain, self.records, dict(names))
 
     def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
 
 from planner.program.build import GradientStep, Lowerer, Names
 from planner.program.ops import Op, PricedImplementation
 
-# A step or gradient step: its op, its implementation, and what else it has.
-T = TypeVar("T", bound=tuple[Any, ...])
 # An implementation of a step, those of its gradients, and their rows as far as they are not the best.
 Choice = tuple[PricedImplementation, Sequence[GradientStep], Names]
 
@@ -36,18 +33,20 @@ class Implementations:
         """
         wanted = tuple(needs)
 
-        def forward(lower: Lowerer) -> list[tuple[Op, PricedImplementation]]:
-            return [(op, lower(op))]
+        def forward(lower: Lowerer) -> Sequence[GradientStep]:
+            return [GradientStep(op, lower(op), ())]
 
         def backward(lower: Lowerer) -> Sequence[GradientStep]:
             return lower.gradients(op, wanted) if any(wanted) else ()
 
         gradients = list(self._ever_leaner(backward))
-        for ((_, choice),), names in self._ever_leaner(forward):
+        for (own,), names in self._ever_leaner(forward):
             for steps, more in gradients:
-                yield choice, steps, names + more
+                yield own.choice, steps, names + more
 
-    def _ever_leaner(self, choose: Callable[[Lowerer], Sequence[T]]) -> Iterator[tuple[Sequence[T], Names]]:
+    def _ever_leaner(
+        self, choose: Callable[[Lowerer], Sequence[GradientStep]]
+    ) -> Iterator[tuple[Sequence[GradientStep], Names]]:
         """Yield the best choice for some steps, then the best with less scratch, and so on; with the rows to name."""
         steps = choose(self.lower)
         yield steps, ()
@@ -55,7 +54,7 @@ class Implementations:
             steps = choose(self._below(scratch))
             if _scratch(steps) >= scratch:
                 return
-            yield steps, tuple((step[0].with_layouts(()), step[1].lowering) for step in steps)
+            yield steps, tuple((step.op.with_layouts(()), step.choice.lowering) for step in steps)
 
     def _below(self, scratch: int) -> Lowerer:
         """Return what chooses the best implementations with less scratch."""
@@ -65,5 +64,5 @@ class Implementations:
         )
 
 
-def _scratch(steps: Sequence[Any]) -> int:
-    return max((step[1].cost.scratch_bytes for step in steps), default=0)
+def _scratch(steps: Sequence[GradientStep]) -> int:
+    return max((step.choice.cost.scratch_bytes for step in steps), default=0)
