@@ -116,12 +116,12 @@ def test_values_and_derivatives(request, force, platform):
     """First, second and third ones, in both modes; on a GPU of 16-bit numbers.
 
     All are integers that these hold exactly, so that equality is asked for. JAX checkpoints nothing that its simulation
-    of a GPU runs.
+    of a GPU runs: the plan is one step there, which recomputes nothing.
     """
     if platform == "gpu":
         request.getfixturevalue("effectful")
         ran = force(pallas_gpu, InterpretGPUParams())
-        a, c, q, w = arrays(groups=16, dtype="bfloat16", most=1)
+        a, c, q, w = arrays(groups=8, dtype="bfloat16", most=1)
     else:
         ran = force(pallas_tpu, True)
         a, c, q, w = arrays()
