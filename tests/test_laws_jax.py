@@ -24,7 +24,8 @@ from jax.ad_checkpoint import checkpoint_name  # noqa: E402
 from jax.experimental.jet import jet2  # noqa: E402
 from jax_fast import jit  # noqa: E402
 
-from planner.backends.jax.products import as_dot, join_axes, multiply_flat  # noqa: E402
+from planner.backends.jax.compiled.arrangement import permuted  # noqa: E402
+from planner.backends.jax.products import as_dot, join_axes, multiply_flat, multiply_permuted  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("jax_in_a_hurry")
 
@@ -129,6 +130,8 @@ def test_a_product_in_any_order_of_axes_is_that_of_einsum(groups, dtype, sizes, 
     expected = jnp.einsum(text, *xs)
     assert (result == expected).all()
     assert (multiply_flat(spec, join_axes(spec), *xs) == expected).all()
+    other = permuted(spec)
+    assert other is None or (multiply_permuted(spec, other, *xs) == expected).all()
 
 
 COPIES = {
@@ -150,6 +153,11 @@ COPIES = {
         ("ijkl, mip -> jklmp", ((64, 64, 8, 8), (8, 64, 16)), 4 * 64 * 8 * 16),
         ("jklmp, mip -> ijkl", ((64, 8, 8, 4, 16), (4, 64, 16)), 4 * 64 * 4 * 16),
         ("bij, bik -> jk", ((8, 64, 512), (8, 64, 512)), 0),
+    ],
+    "matmul, then permute": [  # the result, before it is permuted
+        ("ki, ko -> io", ((512, 256), (512, 3)), 4 * 256 * 3),
+        ("ik, ko -> oi", ((256, 512), (512, 3)), 4 * 256 * 3),
+        ("bkm, bkn -> bmn", ((8, 64, 256), (8, 64, 3)), 4 * 8 * 256 * 3),
     ],
     "": [
         ("ijk -> ki", ((16, 32, 64),), 4 * 16 * 64),

@@ -23,6 +23,7 @@ from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
+from planner.backends.jax.rows import faster_order
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
@@ -61,6 +62,7 @@ class JaxBackend(Backend):
     name = "jax"
     compiles = True
     compiled_peak = staticmethod(compiled_peak)
+    faster_order = staticmethod(faster_order)
 
     def __init__(self) -> None:
         self.table, self.ops = TABLE, OPS

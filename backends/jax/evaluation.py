@@ -147,12 +147,14 @@ def is_plain(op: Op, lower: Lowerer) -> bool:
     """Return whether a step runs as JAX's own operations, with its gradients by JAX's own rules.
 
     Its gradients must be such operations too: that of a diagonal, for example, is none. Where a step is one, its
-    gradients run as the stock rows of their kinds, see `Lowerer.plain`. So they need no prices.
+    gradients run as the stock rows of their kinds, see `Lowerer.plain`, unless the plan says otherwise. So they need no
+    prices.
     """
     if not isinstance(op, Einsum) or not _xla_splits(op, lower(op).lowering):
         return False
-    gradients = (Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs)))
-    return all(stock_kind(gradient) in PLAIN for gradient in gradients)
+    gradients = [Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs))]
+    planned = [lower.fixed[gradient].lowering for gradient in gradients if gradient in lower.fixed]
+    return all(stock_kind(gradient) in PLAIN for gradient in gradients) and all(row in PLAIN for row in planned)
 
 
 def _xla_splits(op: Op, lowering: str) -> bool:

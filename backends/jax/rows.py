@@ -25,19 +25,24 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
+from planner.backends.jax.compiled.arrangement import (
+    count_gathered,
+    count_reordered,
+    factors,
+    is_folded,
+    permuted,
+)
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.products import (
     as_dot,
     count_copied,
-    count_reordered,
-    factors,
     fused_takes,
     inner_strides,
-    is_folded,
     join_axes,
     multiply_and_add,
     multiply_flat,
+    multiply_permuted,
 )
 from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, on_card, tiled_work
 from planner.cost.device import Device
@@ -46,7 +51,7 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, jax_tilings, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, is_inexact, itemsize
-from planner.language.spec import Spec, term_gathers
+from planner.language.spec import Spec, Term, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, known_product, product_form
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op, joint_elements
@@ -60,14 +65,18 @@ PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.8 (AMD EPYC, JAX 0.10.2, 2026-11-25).
-_EIGEN_RATE = 0.5
+# The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.8 (AMD EPYC, JAX 0.10.2, 2026-11-25). And
+# seconds for each element that it gathers one by one, see `count_gathered`: 0.4 to 1.4 ns (Intel Xeon, 2026-11-28).
+_EIGEN_RATE, _GATHERED = 0.5, 8e-10
 # Seconds on a CPU for each element that XLA copies into another order, besides moving it: 1.8 to 2.3 ns (same machine).
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
 _REORDERED_IN_CACHE = 3e-10
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
+# Multiplications of a product that is worth such a step to permute its result; the bytes that a second copy of a result
+# may take, or the part of an operand's.
+_WORTH_A_STEP, _FEW_BYTES, _NARROW_RESULT = 2**15, 2**16, 1 / 16
 # Multiplications of a product with few terms for which a loop by element is worth such a step.
 _WORTH_ADDING = 2**13
 # The part of a large product's rate that such a loop runs at: 0.03 to 0.15 ns were measured for each multiplication
@@ -124,6 +133,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     more = copies.elements * size - sum(part.copied for part in parts)
     each = _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * each
+    seconds += _GATHERED * count_gathered(op.spec, lean)
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 
@@ -146,6 +156,53 @@ def _flat_matmul() -> Implementation:
         lambda op: join_axes(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
         work,
         lambda op, joined, inputs, index: (multiply_flat(op.spec, joined, *inputs),),
+        refuses=refuses,
+        kinds=("cpu",),
+    )
+
+
+def _permuted_form(op: Op) -> Spec | str:
+    """Return a product that XLA computes faster, but whose result's axes have another order; or why there is none."""
+    if stock_kind(op) != "matmul":
+        return "the step is not a matmul"
+    if op.dtype not in ("float32", *HALF_TYPES):
+        return "XLA multiplies few dtypes faster into another order"
+    if joint_elements(op.spec) < _WORTH_A_STEP:
+        return "a small product is JAX's own"
+    return permuted(op.spec) or "XLA multiplies fast into the result's order"
+
+
+def faster_order(op: Op, device: Device) -> Term | None:
+    """Return the order of a result's axes into which XLA multiplies clearly faster on a device, or None."""
+    form = _permuted_form(op) if device.kind == "cpu" else ""
+    return None if isinstance(form, str) else form.output
+
+
+def _permuted_matmul() -> Implementation:
+    """Return the row that multiplies into another order of the result's axes, and then permutes the result.
+
+    XLA on CPUs has products of matrices with few columns that take ten times as long if the result's axes stand in one
+    order as in the other. As JAX's own operations both steps would be one product again. So it is a step of ours.
+    """
+
+    def work(op: Op, other: Spec, device: Device) -> list[Work]:
+        elements = math.prod(op.spec.output_shape)
+        size, each = elements * itemsize(op.dtype), _REORDERED_IN_CACHE
+        if op.bytes_touched() > device.cache_bytes:
+            each = _REORDERED
+        parts = _stock_work(dataclasses.replace(op, spec=other), device)
+        return [*parts, Work(moved=2 * size, copied=size, scratch=size, seconds=elements * each)]
+
+    def refuses(op: Op) -> str | None:
+        *operands, result = (math.prod(op.spec.shape(term)) for term in op.spec.terms)
+        fits = result * itemsize(op.dtype) <= max(_FEW_BYTES, _NARROW_RESULT * max(operands) * itemsize(op.dtype))
+        return None if fits else "the result takes much memory, and would be there twice"
+
+    return form_row(
+        "matmul, then permute",
+        _permuted_form,
+        work,
+        lambda op, other, inputs, index: (multiply_permuted(op.spec, other, *inputs),),
         refuses=refuses,
         kinds=("cpu",),
     )
@@ -337,5 +394,9 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         launches=6,  # on a card: 20 kernels within a program
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
-    own = _flat_matmul(), _multiply_and_add(as_dot if grouped is jax_grouped.CARD else multiply_and_add)
+    own = (
+        _flat_matmul(),
+        _permuted_matmul(),
+        _multiply_and_add(as_dot if grouped is jax_grouped.CARD else multiply_and_add),
+    )
     return Table([*stock, in_pieces(), *own, *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,8 +36,16 @@ class GradientStep(NamedTuple):
     served: tuple[int, ...]
 
 
+# A step leaves the framework's own differentiation if its gradients then save this part of the time of all three
+# products, and so many picoseconds.
+_WORTH_LEAVING, _LEAST_SAVED = 0.15, 10_000_000
+
 # The rows of some steps, by their ops without layouts.
 Names = tuple[tuple[Op, str], ...]
+
+
+def _picoseconds(choices: Sequence[PricedImplementation]) -> int:
+    return sum([choice.cost.picoseconds for choice in choices])
 
 
 class Lowerer:
@@ -49,7 +56,8 @@ class Lowerer:
         key: turns a step's cost into what to minimise.
         fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
             single gradients are fixed and the joint one is not, they are two steps.
-        plain: for each row that the framework differentiates itself, the rows of gradients of its steps.
+        plain: for each row that the framework differentiates itself, the rows of gradients of its steps. If others are
+            predicted to save much, the gradients have those, and the step is differentiated by its backend.
         records: whether the framework may keep copies, see `Backend`; None if their plan decides.
         names: the rows of some ops without layouts, see `naming`.
     """
@@ -134,14 +142,20 @@ class Lowerer:
             if self._is_given(joint):
                 return (GradientStep(joint, self(joint), (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
-        rows = self.plain.get(self(op).lowering) if self.plain else None
-        choose = self if rows is None else partial(self._among, rows)
-        single = []
+        ops = []
         for child, want in enumerate(wanted):
             if want:
                 lie = (*layouts[:child], layout, *layouts[child + 1 :])
-                swapped = Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())
-                single.append(GradientStep(swapped, choose(swapped), (child,)))
+                ops.append((child, Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())))
+        rows = self.plain.get(self(op).lowering) if self.plain else None
+        choices = [self(swapped) for _, swapped in ops]
+        if rows is not None:
+            plain = [self._among(rows, swapped) for _, swapped in ops]
+            saved = _picoseconds(plain) - _picoseconds(choices)
+            if saved < max(_WORTH_LEAVING * (_picoseconds(plain) + self(op).cost.picoseconds), _LEAST_SAVED):
+                choices = plain
+        pairs = zip(ops, choices, strict=True)
+        single = [GradientStep(swapped, choice, (child,)) for (child, swapped), choice in pairs]
         if len(single) == 2:
             fixed_apart = all(self._is_given(step.op) for step in single)
             if not fixed_apart and self.choices(joint):

@@ -1,1 +1,1 @@
-"""The memory that XLA takes for a program as a whole. `peak.py` is what others import; the rest may change with XLA."""
+"""What XLA makes of products and of programs. `arrangement.py` and `peak.py` are what others import."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planner.backends.jax.products import arranged, wide_axes
+from planner.backends.jax.compiled.arrangement import arranged, wide_axes
 from planner.language.cached import cached_by_step
 from planner.language.derive import swap_with_output
 from planner.language.spec import Spec

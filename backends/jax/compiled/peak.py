@@ -31,12 +31,12 @@ from collections.abc import Iterable, Sequence
 
 from planner.backends.common.stock import diagonals
 from planner.backends.common.stock_rows import KINDS
+from planner.backends.jax.compiled.arrangement import wide_axes
 from planner.backends.jax.compiled.buffers import Buffer, peak_bytes
 from planner.backends.jax.compiled.orders import DotOrders, dot_orders
 from planner.backends.jax.guards import SMALL, compares_rows
 from planner.backends.jax.index import FEW
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.products import wide_axes
 from planner.backends.jax.rows import PLAIN
 from planner.language.dtypes import itemsize
 from planner.language.options import MODES
