@@ -90,8 +90,9 @@ _MOST_ADDED = 8
 _MANY_MATRICES = 16
 # Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
 # have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
-# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27).
-_LARGE_MATRIX, _SMALL_COPY = 64, 1 / 8
+# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With so many rows and columns at least it took 1.0 to 2.8 times as
+# long for sums of two terms, and for a single matrix (Intel Xeon, the same version, 2026-11-28).
+_LARGE_MATRIX, _SMALL_COPY, _LEAST_SIDE = 64, 1 / 8, 32
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
 
@@ -208,6 +209,18 @@ def _permuted_matmul() -> Implementation:
     )
 
 
+def _multiplies_fast(spec: Spec, form: ProductForm) -> bool:
+    """Return whether XLA multiplies matrices with few terms as fast as a loop by element does."""
+    batch, rows, columns, terms = form.sizes
+    least, even = min(rows, columns), terms % 4 == 0
+    wide = least > 1 and max(rows, columns) >= _LARGE_MATRIX
+    broad = wide and least >= _LEAST_SIDE
+    if broad and terms == 2:
+        return True
+    few = _SMALL_COPY * rows * columns if batch == 1 and (even or broad) else 0
+    return (batch < _MANY_MATRICES or (wide and even)) and count_reordered(spec).elements <= few
+
+
 def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
     """Return the row that multiplies and adds in one loop, for sums of few terms.
 
@@ -229,11 +242,7 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
         if joint_elements(op.spec) < _WORTH_ADDING:
             return "a small product is JAX's own"
         strided = max(inner_strides(op.spec)) > 1
-        even = terms % 4 == 0
-        wide = min(rows, columns) > 1 and max(rows, columns) >= _LARGE_MATRIX and even
-        large = batch < _MANY_MATRICES or wide
-        small = _SMALL_COPY * rows * columns if even and batch == 1 else 0
-        if (batch < _MANY_MATRICES and strided) or (large and count_reordered(op.spec).elements <= small):
+        if (batch < _MANY_MATRICES and strided) or _multiplies_fast(op.spec, form):
             return "XLA multiplies few matrices, and large ones, fast"
         return "elements that are added up lie between those of the result" if strided and terms > 4 else None
 

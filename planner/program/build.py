@@ -149,7 +149,7 @@ class Lowerer:
                 ops.append((child, Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())))
         rows = self.plain.get(self(op).lowering) if self.plain else None
         choices = [self(swapped) for _, swapped in ops]
-        if rows is not None:
+        if rows is not None and not all(self._is_given(swapped) for _, swapped in ops):
             plain = [self._among(rows, swapped) for _, swapped in ops]
             saved = _picoseconds(plain) - _picoseconds(choices)
             if saved < max(_WORTH_LEAVING * (_picoseconds(plain) + self(op).cost.picoseconds), _LEAST_SAVED):
