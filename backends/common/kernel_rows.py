@@ -52,6 +52,7 @@ class PoolKernels:
         launches: how many operators a pooled dot launches at least.
         sorts: whether gradients of the pool use the sorted order that the steps of a call share. Then all kernels are
             given index arrays in range.
+        marks: whether gradients are NaN where an index is bad, see `IndexArray.bad`, as scores are.
     """
 
     scores: Callable[..., Any]
@@ -62,6 +63,7 @@ class PoolKernels:
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     launches: int = 1
     sorts: bool = False
+    marks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,7 +345,7 @@ def _run_pooled(
     places = (2, 0, 1) if function == "gradients" else (0, 1)
     flats = dict(zip(places, kernels.flats(inputs, given), strict=True))
     operands = [flats[place] for place in (form.scores, query_place, form.place) if place in flats]
-    if function == "scores":
+    if function == "scores" or pool.marks:
         index.shown = keys.bad is not None
     size = [size_in(index, op.spec, form.gather)] if function == "pool_gradient" else []
     found = getattr(pool, function)(*operands, keys, *size)

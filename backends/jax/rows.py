@@ -349,7 +349,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
 
 def _pool(names: str) -> PoolKernels:
     functions = {what: getattr(jax_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
-    return PoolKernels(**functions, work=partial(_pooled_work, names), launches=10)
+    return PoolKernels(**functions, work=partial(_pooled_work, names), launches=10, marks=names == "gathered")
 
 
 def _cast(x: Any, dtype: str) -> Any:

@@ -8,7 +8,8 @@ Each function comes in two variants:
 - *gathered*: take the rows that the keys name, then multiply. This builds an array `(B, Q, K, D)`.
 
 The index is brought into `[0, M]` block by block, because a whole copy would be as large as the scores. Scores are NaN
-where the index is bad (`IndexArray.bad`).
+where the index is bad (`IndexArray.bad`). So are gathered gradients of queries that have such a key, and of the pool of
+their batch entry.
 """
 
 from collections.abc import Callable
@@ -86,7 +87,10 @@ def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> 
         return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
     # Both factors are masked: a dropped index still reads some row, and zero times a NaN in it would be NaN.
     pool_rows = _zero_dropped(_take_rows(pool, rows), rows[..., None], pool.shape[1], keys)
-    return _matmul("bqk,bqkd->bqd", _zero_dropped(g, rows, pool.shape[1], keys), pool_rows).astype(dtype)
+    result = _matmul("bqk,bqkd->bqd", _zero_dropped(g, rows, pool.shape[1], keys), pool_rows).astype(dtype)
+    if keys.bad is None:
+        return result
+    return jnp.where(keys.bad(keys.values).any(2)[..., None], jnp.asarray(jnp.nan, dtype), result)
 
 
 def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
@@ -94,9 +98,20 @@ def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, siz
     dtype, rows = jnp.result_type(g, query), keys.part(keys.values)
     exact = accumulator(dtype)
     terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
+    start = jnp.broadcast_to(_start(keys, exact), (g.shape[0], size, query.shape[2]))
+    if g.shape[0] == 1:
+        return start[0].at[rows[0]].add(terms[0], mode="drop").astype(dtype)[None]
     entries = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-    zeros = jnp.zeros((g.shape[0], size, query.shape[2]), exact)
-    return zeros.at[entries, rows].add(terms, mode="drop").astype(dtype)
+    return start.at[entries, rows].add(terms, mode="drop").astype(dtype)
+
+
+def _start(keys: IndexArray, dtype: DTypeLike) -> jax.Array:
+    """Return what the sums of each batch entry start from, `(B, 1, 1)`: NaN if one of its keys is bad, else zero."""
+    zero = jnp.zeros((1, 1, 1), dtype)
+    if keys.bad is None:
+        return zero
+    is_bad: jax.Array = keys.bad(keys.values).any((1, 2), keepdims=True)
+    return jnp.where(is_bad, jnp.asarray(jnp.nan, dtype), zero)
 
 
 def gathered_gradients(
@@ -104,7 +119,6 @@ def gathered_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
-    keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # brought into range once for both
     g = g.astype(dtype)
     to_query = gathered_query_gradient(g, pool, keys)
     return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)

@@ -228,6 +228,29 @@ def test_bad_indices_show_as_nan(way, pool_size):
     np.testing.assert_array_equal(scores(query, pool, index), [[[3.0 if pool_size else np.nan, np.nan]]])
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gathered_gradients_of_bad_keys_are_nan(batch):
+    """The gradient of a query that has one, and that of the pool of the same batch entry; nothing else is."""
+    import jax.numpy as jnp
+
+    way = next(way for way in WAYS if way.prefix == "gathered_" and way.needs[0] == "jax")
+    query, pool, g = jnp.ones((batch, 2, 3)), jnp.ones((batch, 4, 3)), jnp.ones((batch, 2, 2))
+    index = jnp.zeros((batch, 2, 2), jnp.int32).at[0, 1, 0].set(7)
+    given = {"query": query, "pool": pool, "g": g}
+    marks = {"normal": lambda i: i % 4, "may_drop": False, "bad": lambda i: i >= 4}
+
+    def found(name):
+        results = way.function(name, 4, **marks)(*(given[operand] for operand in FUNCTIONS[name]), index)
+        return results if name == "gradients" else (results,)
+
+    for to_query, to_pool in (found("gradients"), (*found("query_gradient"), *found("pool_gradient"))):
+        bad_queries, bad_pools = jnp.isnan(to_query).all(-1), jnp.isnan(to_pool).all((-1, -2))
+        assert bad_queries.tolist() == [[False, True], [False, False]][:batch]
+        assert bad_pools.tolist() == [True, False][:batch]
+        assert (jnp.isnan(to_query).any(-1) == bad_queries).all()
+        assert (jnp.isnan(to_pool).any((-1, -2)) == bad_pools).all()
+
+
 # -- scratch ---------------------------------------------------------------------------------------------
 
 

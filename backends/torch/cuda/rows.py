@@ -218,7 +218,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         )
 
     functions = {name: kernel_function("gathered_dot.triton_pooled", name) for name in POOL_FUNCTIONS}
-    pool = PoolKernels(**functions, work=_pooled_work, launches=1, sorts=True)
+    pool = PoolKernels(**functions, work=_pooled_work, launches=1, sorts=True, marks=False)
     return Kernels(
         OPS,
         torch_grouping.group_rows,
