@@ -24,7 +24,7 @@ from conftest import examples
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.multihost_utils import process_allgather
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from laws import MODES
 
 import planner
@@ -345,6 +345,25 @@ def test_a_plan_that_knows_the_mesh_exchanges_less():
         np.testing.assert_array_equal(program(*arrays), planner.contract(spec, *map(np.asarray, arrays)))
     assert found == [[("all-reduce", 4096 * 8 * 4)], [("all-reduce", 64 * 8 * 4)]]
     assert [(c.kind, c.bytes) for c in together.collectives()] == found[1]
+
+
+def test_faster_products_are_those_of_xla_on_several_devices():
+    """So a program may have two meshes, and its export for a mesh has derivatives."""
+    other = Mesh(np.array(jax.devices()).reshape(2, 4), ("p", "q"))
+    a, b = small(512, 256), small(512, 4)
+
+    def call(a, b):
+        return planner.contract("ki, ko -> io", a, b)
+
+    assert planner.plan("ki, ko -> io", a, b).steps[0].choice.lowering == "matmul, then permute"
+    pairs = [
+        tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec(name))) for x in (a, b))
+        for mesh, name in ((MESH, "x"), (other, "p"))
+    ]
+    for found in jax.jit(lambda one, two: (call(*one), call(*two)))(*pairs):
+        np.testing.assert_array_equal(found, np.asarray(a).T @ np.asarray(b))
+    exported = jax.export.export(jax.jit(call))(*pairs[0])
+    assert [x.shape for x in exported.vjp().out_avals] == [a.shape, b.shape]
 
 
 def test_what_moves_is_foretold():

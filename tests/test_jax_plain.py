@@ -207,6 +207,16 @@ FEW_TERMS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("spec", "a", "b"),
+    [("brn, brd -> bnd", (32, 2, 128), (32, 2, 32)), ("vik, ui -> uvk", (64, 3, 7), (256, 3))],
+)
+def test_large_products_of_few_terms_are_those_of_jax(spec, a, b):
+    """Many of two terms, and a single one."""
+    (step,) = planner.plan(spec, numbers(*a), numbers(*b), device="cpu").steps
+    assert step.choice.lowering == "matmul"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize(("spec", "a", "b"), FEW_TERMS, ids=[row[0] for row in FEW_TERMS])
 def test_sums_of_few_terms_are_one_loop(spec, a, b, dtype):

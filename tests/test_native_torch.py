@@ -13,6 +13,7 @@ from planner.testing.reference import reference, reference_gradients
 
 torch = pytest.importorskip("torch")
 
+from planner.backends.torch.eager import AUTOGRAD  # noqa: E402
 from planner.backends.torch.indexed_rows import IndexedRun  # noqa: E402
 
 
@@ -22,6 +23,24 @@ def integers(*shape, grad=False):
 
 def gradients(result, operands):
     return torch.autograd.grad((result * result.detach()).sum(), operands)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("c,a->ca", [(512,), (32,)]),  # a matrix times a vector would take less time
+        ("cba,ac,ba->acb", [(64, 16, 16), (16, 64), (16, 16)]),
+        ("ba,ca->cab", [(64, 32), (64, 32)]),
+    ],
+)
+def test_a_plan_that_autograd_runs_has_the_rows_that_autograd_computes(spec, shapes):
+    operands = [integers(*shape, grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, device="cpu")
+    assert plan.programs.by_autograd
+    rows = {row for step in plan.programs.forward.steps for row in AUTOGRAD[step.choice.lowering]}
+    assert {step.choice.lowering for step in plan.programs.backward.steps} <= rows
+    if len(operands) == 2:
+        assert type(plan(*operands).grad_fn).__name__ == "MulBackward0"
 
 
 @pytest.mark.parametrize(

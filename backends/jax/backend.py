@@ -23,11 +23,11 @@ from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.rows import faster_order
+from planner.backends.jax.rows import FASTER
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
-from planner.backends.jax.typed import like_einsum, result_sharding
+from planner.backends.jax.typed import asks_for_plain, like_einsum, result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.cost.rates import load_rates
 from planner.language.dtypes import itemsize
@@ -62,7 +62,6 @@ class JaxBackend(Backend):
     name = "jax"
     compiles = True
     compiled_peak = staticmethod(compiled_peak)
-    faster_order = staticmethod(faster_order)
 
     def __init__(self) -> None:
         self.table, self.ops = TABLE, OPS
@@ -204,6 +203,9 @@ class JaxBackend(Backend):
         steps = named(tree_run(plan))
         alone = cache(lambda: as_one(named(tree_run(plan, inside=True))))
         compiled = compile_whole(steps)
+        # Some operands ask for JAX's own operations, where the plan has faster steps of ours.
+        has_own = any(step.choice.lowering in FASTER for step in plan.steps)
+        plain = cache(lambda: named(tree_run(plan, own=False)))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             if wide and not wide_types():
@@ -218,6 +220,8 @@ class JaxBackend(Backend):
             # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
             is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
             whole = alone() if debugging else compiled if is_eager else steps
+            if has_own and asks_for_plain(operands):
+                whole = plain()
             sharding = result_sharding(plan, operands, given)
             if sharding is None:
                 return like_einsum(whole(tuple(operands), given, mode), operands)

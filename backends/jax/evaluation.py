@@ -23,7 +23,7 @@ from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.ops import MARKING_ALL, MARKING_TAKES, OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.products import as_dot
-from planner.backends.jax.rows import PLAIN, make_table
+from planner.backends.jax.rows import FASTER, PLAIN, make_table
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
@@ -143,18 +143,33 @@ class _Lowerer(Lowerer):
         return _stock_choices(op) if any(map(is_symbol, sizes)) else TABLE.choices(op, self.target[0])
 
 
-def is_plain(op: Op, lower: Lowerer) -> bool:
-    """Return whether a step runs as JAX's own operations, with its gradients by JAX's own rules.
+def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
+    """Return the row by which a step runs as JAX's own operations, with its gradients by JAX's own rules, or None.
 
     Its gradients must be such operations too: that of a diagonal, for example, is none. Where a step is one, its
     gradients run as the stock rows of their kinds, see `Lowerer.plain`, unless the plan says otherwise. So they need no
     prices.
+
+    Args:
+        op: the step.
+        lower: chooses the implementations.
+        own: whether a product may be a step of ours, because that takes less time.
     """
-    if not isinstance(op, Einsum) or not _xla_splits(op, lower(op).lowering):
-        return False
+    row = lower(op).lowering
+    if not own and (split := split_row(op, row)):
+        row = split
+    if not isinstance(op, Einsum) or not _xla_splits(op, row):
+        return None
     gradients = [Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs))]
-    planned = [lower.fixed[gradient].lowering for gradient in gradients if gradient in lower.fixed]
-    return all(stock_kind(gradient) in PLAIN for gradient in gradients) and all(row in PLAIN for row in planned)
+    planned = [lower.fixed[gradient].lowering for gradient in gradients if own and gradient in lower.fixed]
+    plain = all(stock_kind(gradient) in PLAIN for gradient in gradients) and all(row in PLAIN for row in planned)
+    return row if plain else None
+
+
+def split_row(op: Op, lowering: str) -> str | None:
+    """Return the row of JAX's own operation that does what a row does, and that XLA splits over any mesh; or None."""
+    row = "matmul" if lowering in FASTER else lowering
+    return row if _xla_splits(op, row) else None
 
 
 def _xla_splits(op: Op, lowering: str) -> bool:

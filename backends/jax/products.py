@@ -177,7 +177,7 @@ def _of_product(spec: Spec) -> int:
     """Return how many elements are copied for a product with a take before it or a segment sum after it."""
     if not spec.gathers:
         return 0
-    inner = _inner(spec)
+    inner = product_within(spec)
     form = product_form(inner)
     if form is None or not form.contracted:
         return 0
@@ -191,7 +191,7 @@ def fused_takes(spec: Spec) -> int:
     XLA takes elements and sums axes that only one operand has in one loop. A product without a sum joins that loop.
     """
     fused = 0
-    inner = _inner(spec)
+    inner = product_within(spec)
     form = product_form(inner)
     for term, kept in zip(spec.inputs, inner.inputs, strict=True):
         if term_gathers(term):
@@ -201,7 +201,7 @@ def fused_takes(spec: Spec) -> int:
     return fused
 
 
-def _inner(spec: Spec) -> Spec:
+def product_within(spec: Spec) -> Spec:
     """Return the spec of the product that is left after takes, and after sums over axes that only one input has."""
     kept = []
     for number, term in enumerate(spec.inputs):

@@ -43,6 +43,7 @@ from planner.backends.jax.products import (
     multiply_and_add,
     multiply_flat,
     multiply_permuted,
+    product_within,
 )
 from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, on_card, tiled_work
 from planner.cost.device import Device
@@ -51,7 +52,7 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, jax_tilings, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, is_inexact, itemsize
-from planner.language.spec import Spec, Term, term_gathers
+from planner.language.spec import Spec, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, known_product, product_form
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op, joint_elements
@@ -59,6 +60,9 @@ from planner.program.ops import Einsum, JointGradient, Op, joint_elements
 # Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
 # products, and nothing of others.
 PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
+# Rows that take less time than JAX's own product.
+PERMUTED = "matmul, then permute"
+FASTER = (PERMUTED, "multiply and add")
 
 
 # On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
@@ -67,16 +71,15 @@ PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 _HALF_RATE_SIDE = 32
 # The same for a product by Eigen, as a part of its rate by YNNPACK: 0.12 to 0.8 (AMD EPYC, JAX 0.10.2, 2026-11-25). And
 # seconds for each element that it gathers one by one, see `count_gathered`: 0.4 to 1.4 ns (Intel Xeon, 2026-11-28).
-_EIGEN_RATE, _GATHERED = 0.5, 8e-10
+_EIGEN_RATE, _GATHERED_SECONDS = 0.5, 8e-10
 # Seconds on a CPU for each element that XLA copies into another order, besides moving it: 1.8 to 2.3 ns (same machine).
 _REORDERED = 2e-9
 # The same for arrays that fit the cache: 0.2 to 0.4 ns.
 _REORDERED_IN_CACHE = 3e-10
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
-# Multiplications of a product that is worth such a step to permute its result; the bytes that a second copy of a result
-# may take, or the part of an operand's.
-_WORTH_A_STEP, _FEW_BYTES, _NARROW_RESULT = 2**15, 2**16, 1 / 16
+# A permuted result is in memory twice. It may take so many bytes, or this part of an operand's.
+_FEW_BYTES, _NARROW_RESULT = 2**16, 1 / 16
 # Multiplications of a product with few terms for which a loop by element is worth such a step.
 _WORTH_ADDING = 2**13
 # The part of a large product's rate that such a loop runs at: 0.03 to 0.15 ns were measured for each multiplication
@@ -90,8 +93,8 @@ _MOST_ADDED = 8
 _MANY_MATRICES = 16
 # Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
 # have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
-# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With so many rows and columns at least it took 1.0 to 2.8 times as
-# long for sums of two terms, and for a single matrix (Intel Xeon, the same version, 2026-11-28).
+# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With `_LEAST_SIDE` rows and columns or more it took 1.0 to 2.8 times
+# as long for sums of two terms, of 16 to 64 matrices in any order, and for a single matrix (Intel Xeon, 2026-11-28).
 _LARGE_MATRIX, _SMALL_COPY, _LEAST_SIDE = 64, 1 / 8, 32
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
@@ -113,29 +116,39 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
         fused = fused_takes(op.spec) * size if kind == "take, multiply, add" else 0
         # A segment sum reads index arrays in range from memory. In a take XLA computes them element by element.
         index = 4 * sum(math.prod(op.spec.shape(gather.axes)) for gather in set(term_gathers(op.spec.output)))
-        return [*parts, Work(moved=2 * copied, copied=copied, scratch=copied + index - fused)]
-    form = known_product(op.spec)
-    batch, *sides = form.sizes
-    slower = 0.0
+        inner = product_within(op.spec) if len(op.spec.inputs) == 2 else op.spec
+        form, seconds = product_form(inner), 0.0
+        if form is not None and form.contracted:
+            parts = [part._replace(rate=min(part.rate, _product_rate(inner, op.dtype, device))) for part in parts]
+            seconds = _GATHERED_SECONDS * count_gathered(inner)
+        return [*parts, Work(moved=2 * copied, copied=copied, scratch=copied + index - fused, seconds=seconds)]
+    rate, slower = _product_rate(op.spec, op.dtype, device, lean), 0.0
     if device.products:
-        rows, columns = sides[:2] if factors(op.spec, lean) == (0, 1) else sides[1::-1]
-        rate = device.product_rate(rows, columns, sides[2], op.dtype, batch)
-        rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
         parts[-1] = parts[-1]._replace(rate=rate)
     else:
-        rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
-        if 1 in sides[:2]:  # XLA multiplies with vectors in one loop, without a call for each
-            rate = _VECTOR_RATE * device.flop_rate
+        if 1 in known_product(op.spec).sizes[1:3]:  # XLA multiplies with vectors in one loop, without a call for each
             parts = [part._replace(matrices=0, rate=device.flop_rate) for part in parts]
-        rate *= _EIGEN_RATE if is_folded(op.spec, lean) else 1
         at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
         slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
     copies = count_reordered(op.spec, lean)
     more = copies.elements * size - sum(part.copied for part in parts)
     each = _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * each
-    seconds += _GATHERED * count_gathered(op.spec, lean)
+    seconds += _GATHERED_SECONDS * count_gathered(op.spec, lean)
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
+
+
+def _product_rate(spec: Spec, dtype: str, device: Device, lean: bool = False) -> float:
+    """Return the FLOP/s at which XLA multiplies on a CPU; `lean` is as in `_stock_work`."""
+    batch, *sides = known_product(spec).sizes
+    if device.products:
+        rows, columns = sides[:2] if factors(spec, lean) == (0, 1) else sides[1::-1]
+        rate = device.product_rate(rows, columns, sides[2], dtype, batch)
+    elif 1 in sides[:2]:
+        rate = _VECTOR_RATE * device.flop_rate
+    else:
+        rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
+    return rate * (_EIGEN_RATE if is_folded(spec, lean) else 1)
 
 
 def _flat_matmul() -> Implementation:
@@ -168,22 +181,14 @@ def _permuted_form(op: Op) -> Spec | str:
         return "the step is not a matmul"
     if op.dtype not in ("float32", *HALF_TYPES):
         return "XLA multiplies few dtypes faster into another order"
-    if joint_elements(op.spec) < _WORTH_A_STEP:
-        return "a small product is JAX's own"
-    return permuted(op.spec) or "XLA multiplies fast into the result's order"
-
-
-def faster_order(op: Op, device: Device) -> Term | None:
-    """Return the order of a result's axes into which XLA multiplies clearly faster on a device, or None."""
-    form = _permuted_form(op) if device.kind == "cpu" else ""
-    return None if isinstance(form, str) else form.output
+    return permuted(op.spec) or "XLA multiplies about as fast into the result's order"
 
 
 def _permuted_matmul() -> Implementation:
     """Return the row that multiplies into another order of the result's axes, and then permutes the result.
 
     XLA on CPUs has products of matrices with few columns that take ten times as long if the result's axes stand in one
-    order as in the other. As JAX's own operations both steps would be one product again. So it is a step of ours.
+    order as in the other. XLA would merge JAX's own transpose into the product again. So it is a step of ours.
     """
 
     def work(op: Op, other: Spec, device: Device) -> list[Work]:
@@ -200,7 +205,7 @@ def _permuted_matmul() -> Implementation:
         return None if fits else "the result takes much memory, and would be there twice"
 
     return form_row(
-        "matmul, then permute",
+        PERMUTED,
         _permuted_form,
         work,
         lambda op, other, inputs, index: (multiply_permuted(op.spec, other, *inputs),),

@@ -17,51 +17,44 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax.evaluation import NARROW, PLATFORMS, Mode, Shape, cast, evaluate, input_count, wide_types
+from planner.backends.jax.evaluation import (
+    NARROW,
+    PLATFORMS,
+    Mode,
+    Shape,
+    cast,
+    evaluate,
+    input_count,
+    split_row,
+    wide_types,
+)
 from planner.backends.jax.guards import Guards, batch_guard
 from planner.backends.jax.index import check_values
-from planner.backends.jax.partition import devices_of, devices_wanted, lacks_devices
+from planner.backends.jax.partition import devices_of, devices_wanted
+from planner.backends.jax.typed import result_type, varying_alike
 from planner.language.derive import batched, transpose
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op
 
 
 class _StepPrimitive(Primitive):
-    """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered."""
+    """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered.
+
+    It needs not be told if XLA splits what it does, see `split_row`.
+    """
 
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
-        return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(arguments), **parameters})
+        if "devices" not in parameters:
+            parameters["devices"] = None if _split_row(**parameters) else devices_wanted(arguments)
+        return super().bind(*varying_alike(arguments), **parameters)
 
 
-def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Mark all arguments as varying over the same axes of the mesh, as JAX asks for inside of `shard_map`.
-
-    Those are the axes over which at least one argument varies.
-    """
-    if not any([jax.typeof(x).mat.varying for x in arguments if isinstance(x, jax.core.Tracer)]):
-        return arguments
-    axes = [jax.typeof(x).mat.varying if isinstance(x, jax.core.Tracer) else frozenset() for x in arguments]
-    all_axes = frozenset().union(*axes)
-    missing = [tuple(all_axes - varying) for varying in axes]
-    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
-
-
-def _result_type(view: Shape, dtype: str, arguments: Sequence[Any]) -> Any:
-    """Return the type of a result of arguments of some types.
-
-    Inside of `shard_map` it varies as the arguments do. It names a mesh without devices if one of them does, so that
-    steps which read the result know that there are none, see `devices_wanted`.
-    """
-    plain = jax.core.ShapedArray(view, jnp.dtype(dtype))
-    first = next((x for x in arguments if lacks_devices(x.sharding)), arguments[0])
-    if not (first.mat.varying or lacks_devices(first.sharding)):
-        return plain
-    sharding = first.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
-    return first.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
+def _split_row(op: Op, guards: Guards, lowering: str = "matmul", **_: Any) -> str | None:
+    """Return the row of JAX's own operation for a step without index arrays, see `split_row`."""
+    return None if guards.arrays else split_row(op, lowering)
 
 
 # Both primitives take the parameters op, mode, views (shapes of the results as the caller sees them) and guards. The
@@ -135,13 +128,15 @@ def _step_impl(*arguments: Any, mode: Mode, **parameters: Any) -> list[Any]:
 
 @step_p.def_abstract_eval
 def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> list[Any]:
-    return [_result_type(view, op.dtype, arguments) for view in views]
+    return [result_type(view, op.dtype, arguments) for view in views]
 
 
 def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
     devices = devices_of(context)
     # Pallas kernels run on one device: XLA cannot partition them.
     function = partial(evaluate, platform=platform, pallas=devices != "unknown", several=devices == "several")
+    if devices != "one" and (row := _split_row(**parameters)):
+        function, parameters = partial(evaluate, platform=platform), {**parameters, "lowering": row}
     # Inside of `shard_map` types say over which axes values vary. The constants that a step makes vary over none, and
     # would not fit; so types without axes are used inside the step.
     if any(aval.mat.varying for aval in context.avals_in):
@@ -384,7 +379,7 @@ def _tangent_impl(*arguments: Any, **parameters: Any) -> Any:
 
 @tangent_p.def_abstract_eval
 def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> Any:
-    return _result_type(views[0], op.dtype, arguments)
+    return result_type(views[0], op.dtype, arguments)
 
 
 def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from planner.backends.jax.evaluation import Mode, cast, is_plain, lowerer_of, run_plain
+from planner.backends.jax.evaluation import Mode, cast, lowerer_of, plain_row, run_plain
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.loop import Run, SliceLoop, as_one
 from planner.backends.jax.step import bind_step
@@ -22,14 +22,15 @@ from planner.program.tree import Leaf, Node, Tree, kept_nodes
 KEPT = "planner_kept"
 
 
-def tree_run(plan: PlanRecord, inside: bool = False) -> Run:
+def tree_run(plan: PlanRecord, inside: bool = False, own: bool = True) -> Run:
     """Return the function that runs a plan's tree and keeps what the plan says.
 
     Args:
         plan: the plan.
         inside: whether the function runs inside of one that keeps nothing, see `as_one`.
+        own: as in `plain_row`.
     """
-    tree, backward = _PlanTree(plan, inside), plan.programs.backward
+    tree, backward = _PlanTree(plan, inside, own), plan.programs.backward
     if backward is None or not any(step.recomputed for step in backward.steps):
         # Without a checkpoint JAX keeps everything that gradients read. A checkpoint that names all of it is slower.
         return tree.run
@@ -53,10 +54,11 @@ class _PlanTree:
         spec: the resolved spec of the contraction.
         lower: chooses the implementations of the steps, and of those derived from them.
         kept: ids of the nodes whose results are named, where the plan keeps some.
+        own: as in `plain_row`.
     """
 
-    def __init__(self, plan: PlanRecord, inside: bool) -> None:
-        self.spec, self.precision = plan.resolved.spec, plan.options.precision
+    def __init__(self, plan: PlanRecord, inside: bool, own: bool) -> None:
+        self.spec, self.precision, self.own = plan.resolved.spec, plan.options.precision, own
         self.tree = add_guards(plan.tree, self.spec, plan.index_mode)
         self.lower = lowerer_of(plan)
         self.loop_run = cache(partial(loop_run, inside=inside))
@@ -87,8 +89,8 @@ class _PlanTree:
             if op.fused:
                 return inputs[0]
             result = cast(inputs[0], op.dtype)
-        elif not any((*guards, after)) and is_plain(op, self.lower):
-            result = run_plain(op, inputs, self.lower(op).lowering, self.precision)
+        elif not any((*guards, after)) and (row := plain_row(op, self.lower, self.own)):
+            result = run_plain(op, inputs, row, self.precision)
         else:
             step_guards = Guards.of(op, guards, after)
             arguments = (*inputs, *(indices[name] for name in step_guards.arrays))

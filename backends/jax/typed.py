@@ -1,7 +1,7 @@
 """What types of arrays say in JAX besides shape and dtype, and what the result's must say: explicit axes, weak types.
 
 Explicit axes of a mesh say over which axes an array is split. An array of a Python number is weakly typed: in a
-promotion it gives way to other dtypes.
+promotion it gives way to other dtypes. Inside of `shard_map` types say over which axes of the mesh values vary.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from planner.backends.jax.partition import placement
+from planner.backends.jax.partition import lacks_devices, placement
 from planner.language.errors import PlannerError
 from planner.language.split import Entry, choose_splits, letter_of, place_term, view_placement
 from planner.program.plan import PlanRecord
@@ -71,6 +72,46 @@ def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
     if not weak or dtype != result.dtype:
         return result
     return convert_element_type_p.bind(result, new_dtype=dtype, weak_type=True, sharding=None)
+
+
+def asks_for_plain(operands: Sequence[Any]) -> bool:
+    """Return whether only JAX's own operations do what operands ask for.
+
+    These are weak types of gradients, gradients that are added up later, and sparse arrays within `sparsify`.
+    """
+
+    def asks(x: Any) -> bool:
+        sparse = type(x).__name__ == "SparseTracer"
+        return sparse or x.weak_type or (_explicit_mesh(x) is not None and _reduced(x))
+
+    return any(map(asks, operands))
+
+
+def varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Mark all arguments as varying over the same axes of the mesh, as JAX asks for inside of `shard_map`.
+
+    Those are the axes over which at least one argument varies.
+    """
+    if not any([jax.typeof(x).mat.varying for x in arguments if isinstance(x, jax.core.Tracer)]):
+        return arguments
+    axes = [jax.typeof(x).mat.varying if isinstance(x, jax.core.Tracer) else frozenset() for x in arguments]
+    all_axes = frozenset().union(*axes)
+    missing = [tuple(all_axes - varying) for varying in axes]
+    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
+
+
+def result_type(view: tuple[int, ...], dtype: str, arguments: Sequence[Any]) -> Any:
+    """Return the type of a result of arguments of some types.
+
+    Inside of `shard_map` it varies as the arguments do. It names a mesh without devices if one of them does, so that
+    steps which read the result know that there are none, see `devices_wanted`.
+    """
+    plain = jax.core.ShapedArray(view, jax.numpy.dtype(dtype))
+    first = next((x for x in arguments if lacks_devices(x.sharding)), arguments[0])
+    if not (first.mat.varying or lacks_devices(first.sharding)):
+        return plain
+    sharding = first.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
+    return first.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
 def _explicit_mesh(x: Any) -> Any:

@@ -36,8 +36,8 @@ class GradientStep(NamedTuple):
     served: tuple[int, ...]
 
 
-# A step leaves the framework's own differentiation if its gradients then save this part of the time of all three
-# products, and so many picoseconds.
+# A step is differentiated by its backend, and not by the framework, if its gradients then save this part of the time of
+# the step and its gradients, and so many picoseconds. Prices are no more exact than that.
 _WORTH_LEAVING, _LEAST_SAVED = 0.15, 10_000_000
 
 # The rows of some steps, by their ops without layouts.
@@ -57,7 +57,7 @@ class Lowerer:
         fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
             single gradients are fixed and the joint one is not, they are two steps.
         plain: for each row that the framework differentiates itself, the rows of gradients of its steps. If others are
-            predicted to save much, the gradients have those, and the step is differentiated by its backend.
+            predicted to take much less time, the gradients have those under any objective, unless `records` is True.
         records: whether the framework may keep copies, see `Backend`; None if their plan decides.
         names: the rows of some ops without layouts, see `naming`.
     """
@@ -149,10 +149,10 @@ class Lowerer:
                 ops.append((child, Einsum(swap_with_output(op.spec, child), op.dtype, lie if any(lie) else ())))
         rows = self.plain.get(self(op).lowering) if self.plain else None
         choices = [self(swapped) for _, swapped in ops]
-        if rows is not None and not all(self._is_given(swapped) for _, swapped in ops):
+        if rows is not None and (self.records or not all(self._is_given(swapped) for _, swapped in ops)):
             plain = [self._among(rows, swapped) for _, swapped in ops]
-            saved = _picoseconds(plain) - _picoseconds(choices)
-            if saved < max(_WORTH_LEAVING * (_picoseconds(plain) + self(op).cost.picoseconds), _LEAST_SAVED):
+            worth = max(_WORTH_LEAVING * (_picoseconds(plain) + self(op).cost.picoseconds), _LEAST_SAVED)
+            if self.records or _picoseconds(plain) - _picoseconds(choices) < worth:
                 choices = plain
         pairs = zip(ops, choices, strict=True)
         single = [GradientStep(swapped, choice, (child,)) for (child, swapped), choice in pairs]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.language.errors import PlannerError, PlannerTypeError
-from planner.language.spec import Gather, Operand, Spec, Term
+from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Member, RunPlan, Stepwise
 from planner.program.contraction import Contraction
 from planner.program.implementations import Table
@@ -49,8 +49,6 @@ class Backend(Protocol):
             programs, and whether the plan's family keeps copies, if known.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
         call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
-        faster_order: returns the order of a result's axes into which a product is clearly faster on a device; None if
-            there is none. As an attribute it is None if no order is.
     """
 
     name: str
@@ -65,7 +63,6 @@ class Backend(Protocol):
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
     call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
-    faster_order: Callable[[Op, Device], Term | None] | None = None
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

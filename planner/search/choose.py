@@ -22,14 +22,7 @@ from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.many.searches import run_searches
-from planner.search.refine import (
-    is_fastest_kept,
-    keep_inputs,
-    order_children,
-    order_values,
-    prefer_autograd,
-    quicken_steps,
-)
+from planner.search.refine import is_fastest_kept, keep_inputs, order_children, prefer_autograd, quicken_steps
 from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
@@ -69,7 +62,7 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     space, on_mesh = SearchSpace(contraction), contraction.mesh is not None
     best, candidates = _best(space, given, loops and not on_mesh)
     try:
-        best = best if given else prefer_autograd(space, order_values(space, order_children(space, best)))
+        best = best if given else prefer_autograd(space, order_children(space, best))
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.

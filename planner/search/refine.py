@@ -1,27 +1,23 @@
-"""Improves candidates in what their search did not decide: orders of children and of axes, faster implementations."""
+"""Improves candidates in what their search did not decide: the order of children, and faster implementations."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
-from planner.language.derive import swap_with_output
-from planner.language.spec import Term, term_axes, term_gathers
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
+from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
-# How the origin of a plan says that its values have other orders of axes than in the search.
-REORDERED = ", with axes reordered"
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that the naive tree, which is einsum's own, may take if it needs more than that.
@@ -77,88 +73,6 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
     return best
-
-
-def order_values(space: SearchSpace, best: Candidate) -> Candidate:
-    """Return the candidate with the axes of its values in the orders that take least time, if that is minimised.
-
-    A search has the axes of all values in one order. Where a framework multiplies faster into another one, values are
-    tried in that, and in the orders in which products come about if a step copies a value into another.
-    """
-    faster, options = load_backend(space.backend).faster_order, space.options
-    if faster is None or best.loop is not None or options.minimize != "time":
-        return best
-    paths = inner_products(best.tree)
-    if len(paths) > MOST_NODES:
-        return best
-    key = plan_key("time")
-    for path in paths:
-        for order in _orders_of(best, path, lambda op: faster(op, space.device)):
-            tree = reorder_value(best.tree, path, order)
-            programs = space.programs(tree, best.lower)
-            if within(programs.cost, options) and key(programs.cost) < key(best.cost):
-                origin = best.origin if best.origin.endswith(REORDERED) else best.origin + REORDERED
-                best = dataclasses.replace(best, tree=tree, programs=programs, proven=False, origin=origin)
-    return best
-
-
-def inner_products(tree: Tree) -> list[tuple[int, ...]]:
-    """Return the products that other steps read, each as the numbers of the children on the path to it."""
-    found: list[tuple[int, ...]] = []
-    stack: list[tuple[tuple[int, ...], Tree]] = [((), tree)]
-    while stack:
-        path, top = stack.pop()
-        if isinstance(top, Node):
-            for number, child in enumerate(top.children):
-                stack.append(((*path, number), child))
-                if isinstance(child, Node) and all(isinstance(node.op, Einsum) for node in (top, child)):
-                    output = child.op.spec.output
-                    if len(child.children) == 2 and not term_gathers(output) and len(set(output)) == len(output):
-                        found.append((*path, number))
-    return found
-
-
-def _orders_of(best: Candidate, path: tuple[int, ...], faster: Callable[[Op], Term | None]) -> list[Term]:
-    """Return the orders to try for the axes of a value; `path` leads to the product that it is."""
-    parent, node = best.tree, best.tree
-    for number in path:
-        assert isinstance(node, Node)
-        parent, node = node, node.children[number]
-    assert isinstance(parent, Node)
-    assert isinstance(node, Node)
-    orders: list[Term] = []
-    own, term = node.op.spec.output, parent.op.spec.inputs[path[-1]]
-    if order := faster(node.op):
-        orders.append(order)
-    if best.programs.backward and not term_gathers(term):
-        gradient = Einsum(swap_with_output(parent.op.spec, path[-1]), parent.op.dtype)
-        if order := faster(gradient):
-            orders.append(tuple(own[term.index(axis)] for axis in order))
-    if any(best.lower(each.op).cost.copied_bytes for each in (node, parent)):
-        free = [[axis for axis in term_axes(each) if axis in own] for each in node.op.spec.inputs]
-        for one, other in (free, free[::-1]):
-            batch = [axis for axis in own if (axis in one) == (axis in other)]
-            orders.append((*batch, *[axis for axis in (*one, *other) if axis not in batch]))
-    return [order for order in dict.fromkeys(orders) if order != own and set(order) == set(own)]
-
-
-def reorder_value(tree: Tree, path: tuple[int, ...], order: Term) -> Tree:
-    """Return a tree in which a value has its axes in another order; `path` leads to the step that computes it."""
-    assert isinstance(tree, Node)
-    number, children, op = path[0], list(tree.children), tree.op
-    child = children[number]
-    if path[1:]:
-        children[number] = reorder_value(child, path[1:], order)
-    else:
-        assert isinstance(child, Node)
-        assert isinstance(op, Einsum)
-        assert isinstance(child.op, Einsum)
-        places, terms = [child.op.spec.output.index(axis) for axis in order], list(op.spec.inputs)
-        terms[number] = tuple(terms[number][place] for place in places)
-        op = dataclasses.replace(op, spec=dataclasses.replace(op.spec, inputs=tuple(terms)))
-        spec = dataclasses.replace(child.op.spec, output=order)
-        children[number] = dataclasses.replace(child, op=dataclasses.replace(child.op, spec=spec))
-    return dataclasses.replace(tree, op=op, children=tuple(children))
 
 
 def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = None) -> Candidate:

@@ -82,7 +82,7 @@ PLANTED = (
             "out = lax.scatter_add(out, ", "out = lax.scatter(out, ",
             "tests/test_laws.py::test_the_width_of_an_index_never_matters[jax]"),
     Planted("duplicate keys are dropped from a pool's gradient (JAX)", "kernels/gathered_dot/jax_pooled.py",
-            'zeros.at[entries, rows].add(terms, mode="drop")', 'zeros.at[entries, rows].set(terms, mode="drop")',
+            'start.at[entries, rows].add(terms, mode="drop")', 'start.at[entries, rows].set(terms, mode="drop")',
             "tests/kernels/test_pooled.py::test_kernels_equal_a_loop_over_keys[JAX, gathered]"),
     Planted("swapped axes: a batch axis goes last in the brackets", "planner/language/derive.py",
             "axes=(axis, *e.axes)", "axes=(*e.axes, axis)",

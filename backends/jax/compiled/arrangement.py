@@ -17,10 +17,11 @@ from planner.program.forms import known_product
 _TOGETHER = 64
 # Elements of a block that a copy reorders within the cache.
 _BLOCK = 4096
-# A product by Eigen takes longer than one by YNNPACK by a copied element for so many multiplications. Where it gathers
-# the larger matrix one by one, each element of that takes as long as so many copied ones, less with more than `_NARROW`
-# rows or columns in the smaller one: 256 by 512 by 3 took 200 us, and 15 to 24 where rows and columns change places
-# (Intel Xeon, JAX 0.10.2, 2026-11-28).
+# XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
+# multiplications (each `_TURNED`, if the result is turned). Where it gathers the larger matrix element by element, each
+# of these takes as long as `_GATHERED` copied ones. If the smaller matrix has more than `_NARROW` rows or columns, that
+# time is multiplied by `_NARROW` / their number. A product of 256 by 512 by 3 took 200 us, and 15 to 24 us with rows
+# and columns in each other's place (Intel Xeon, JAX 0.10.2, 2026-11-28).
 _FOLDED, _TURNED, _GATHERED, _NARROW = 24, 20, 3, 24
 # If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
 # copied elements.
@@ -30,9 +31,9 @@ _VECTOR = 16
 # An arrangement other than that of `jnp.einsum` saves copies of this part of all elements. It may need more memory for
 # copies only up to so many elements: a program that replaces einsum must not run out of memory.
 _WORTH_DIFFERING, _SLACK = 0.05, 2**14
-# A step that is no operation of JAX, but permutes the result, saves copies of this part of all elements, and of those
-# of the result.
-_WORTH_PERMUTING = 0.25
+# To permute a result must save the copies of at least this part of all elements besides those of the result, and of at
+# least so many: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
+_WORTH_PERMUTING, _LEAST_SAVED = 0.25, 2**15
 
 
 class _Arrangement(NamedTuple):
@@ -57,9 +58,6 @@ def arranged(spec: Spec, lean: bool = False) -> _Arrangement:
 
     Such another needs no more memory for copies, or little. If it shall be lean, it is one for which XLA copies the
     fewest elements.
-
-    On 370 products, of model code and drawn at random, it took 0.93 times the time of that of `jnp.einsum`, and more
-    than 1.05 times for 9, at most 1.8 times (2 cores of a busy AMD EPYC, JAX 0.10.2, 2026-11-27).
     """
     form = known_product(spec)
     terms, free = [term_axes(term) for term in spec.terms], (form.left, form.right)
@@ -226,7 +224,7 @@ def permuted(spec: Spec) -> Spec | None:
     others = [dataclasses.replace(spec, output=(*batch, *one, *other)) for one, other in ((left, right), (right, left))]
     excess, best = min([(_excess(each, arranged(each)), each) for each in others], key=lambda pair: pair[0])
     elements = [math.prod(spec.shape(term)) for term in spec.terms]
-    worth = elements[2] + _WORTH_PERMUTING * sum(elements)
+    worth = max(elements[2] + _WORTH_PERMUTING * sum(elements), _LEAST_SAVED)
     return best if _excess(spec, arranged(spec)) - excess > worth else None
 
 

@@ -31,13 +31,13 @@ from collections.abc import Iterable, Sequence
 
 from planner.backends.common.stock import diagonals
 from planner.backends.common.stock_rows import KINDS
-from planner.backends.jax.compiled.arrangement import wide_axes
+from planner.backends.jax.compiled.arrangement import permuted, wide_axes
 from planner.backends.jax.compiled.buffers import Buffer, peak_bytes
 from planner.backends.jax.compiled.orders import DotOrders, dot_orders
 from planner.backends.jax.guards import SMALL, compares_rows
 from planner.backends.jax.index import FEW
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.rows import PLAIN
+from planner.backends.jax.rows import PERMUTED, PLAIN
 from planner.language.dtypes import itemsize
 from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
@@ -193,7 +193,7 @@ class _Compiled:
         elif isinstance(op, Cast):
             (x,) = inputs
             results = [_Value(x.shape, x.order, itemsize(op.dtype), x.reads, distinct=x.distinct)]
-        elif step.choice.lowering in KINDS:
+        elif step.choice.lowering in (*KINDS, PERMUTED):
             results = [self._einsum(step, op.spec, inputs)]
         else:  # a kernel, or a loop over slices
             reads = [buffer for x in inputs for buffer in self._memory(x)]
@@ -307,6 +307,8 @@ class _Compiled:
         if not alone:
             y, others = self._read(spec, 1, inputs[1])
             inner = inner_product(spec, (axes, others))
+            if step.choice.lowering == PERMUTED:  # a loop or product that reads it reads it in this order
+                inner = permuted(inner) or inner
             x, axes = self._product(inner, x, y, self._own_gradient(step)), term_axes(inner.output)
         return self._write(spec, x, axes)
 
