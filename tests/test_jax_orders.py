@@ -11,6 +11,7 @@ from planner.program.frameworks import load_backend
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
+from jax.experimental import sparse  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 from planner.backends.jax.evaluation import TABLE  # noqa: E402
@@ -111,6 +112,13 @@ def test_gradients_of_weak_operands_are_weak_and_sums_that_come_later_stay_so():
             return jax.typeof(jax.jit(jax.grad(lambda w: product("ni, io -> no", x, w).sum()))(w))
 
         assert later(planner.contract) == later(jnp.einsum)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_sparsify_knows_products_that_are_computed_the_other_way_round(jit):
+    a, b = numbers(512, 256), numbers(512, 3)
+    product = sparse.sparsify(jit(partial(planner.contract, "ki, ko -> io")))
+    assert (product(sparse.BCOO.fromdense(a), b) == a.T @ b).all()
 
 
 def test_a_value_between_two_steps_is_read_in_the_order_that_is_fast():

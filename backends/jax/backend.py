@@ -25,6 +25,7 @@ from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import FASTER
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
+from planner.backends.jax.rules.sparse import add_rule
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import asks_for_plain, like_einsum, result_sharding
@@ -205,7 +206,10 @@ class JaxBackend(Backend):
         compiled = compile_whole(steps)
         # Some operands ask for JAX's own operations, where the plan has faster steps of ours.
         has_own = any(step.choice.lowering in FASTER for step in plan.steps)
+        if has_own:
+            add_rule()
         plain = cache(lambda: named(tree_run(plan, own=False)))
+        compiled_plain = cache(lambda: compile_whole(plain()))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             if wide and not wide_types():
@@ -220,8 +224,8 @@ class JaxBackend(Backend):
             # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
             is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
             whole = alone() if debugging else compiled if is_eager else steps
-            if has_own and asks_for_plain(operands):
-                whole = plain()
+            if has_own and not debugging and asks_for_plain(operands):
+                whole = compiled_plain() if is_eager else plain()
             sharding = result_sharding(plan, operands, given)
             if sharding is None:
                 return like_einsum(whole(tuple(operands), given, mode), operands)

@@ -77,14 +77,9 @@ def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
 def asks_for_plain(operands: Sequence[Any]) -> bool:
     """Return whether only JAX's own operations do what operands ask for.
 
-    These are weak types of gradients, gradients that are added up later, and sparse arrays within `sparsify`.
+    These are weak types of gradients, and gradients that are added up later.
     """
-
-    def asks(x: Any) -> bool:
-        sparse = type(x).__name__ == "SparseTracer"
-        return sparse or x.weak_type or (_explicit_mesh(x) is not None and _reduced(x))
-
-    return any(map(asks, operands))
+    return any(x.weak_type or (_explicit_mesh(x) is not None and _reduced(x)) for x in operands)
 
 
 def varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
