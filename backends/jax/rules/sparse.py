@@ -1,4 +1,4 @@
-"""Sparse arrays (`jax.experimental.sparse.sparsify`). A step that does what one operation of JAX does is that operation.
+"""Sparse arrays (`jax.experimental.sparse.sparsify`). Steps that do what an operation of JAX does are that operation.
 
 The module of sparse arrays takes a quarter of a second to import. So the rule is added when the caller has imported it.
 """
