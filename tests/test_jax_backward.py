@@ -20,7 +20,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 from jax.extend.core import jaxprs_in_params  # noqa: E402
 
-from planner.backends.jax.evaluation import is_plain, lowerer_of  # noqa: E402
+from planner.backends.jax.evaluation import lowerer_of, plain_row  # noqa: E402
 
 
 def planner_rows():
@@ -51,7 +51,7 @@ def assert_runs(program, arguments, steps, plan):
     """Assert that a program runs these steps, but for plain steps of the plan and their gradients: these are JAX's."""
     found = collections.Counter(steps_in(jax.make_jaxpr(program)(*arguments).jaxpr))
     products, lower = found.pop((None, None), 0), lowerer_of(plan)
-    plain = {step.op for step in plan.steps if is_plain(step.op, lower)}
+    plain = {step.op for step in plan.steps if plain_row(step.op, lower)}
     gradients = {step.op for op in plain for step in lower.gradients(op, (True,) * len(op.spec.inputs))}
     assert found <= steps
     others = steps - found
