@@ -84,13 +84,11 @@ def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> 
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype, rows = jnp.result_type(g, pool), keys.part(keys.values)
     if pool.shape[1] == 0:
-        return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
+        return _mark_bad(jnp.zeros((*g.shape[:2], pool.shape[2]), dtype), keys.values, keys, over=(2,))
     # Both factors are masked: a dropped index still reads some row, and zero times a NaN in it would be NaN.
     pool_rows = _zero_dropped(_take_rows(pool, rows), rows[..., None], pool.shape[1], keys)
     result = _matmul("bqk,bqkd->bqd", _zero_dropped(g, rows, pool.shape[1], keys), pool_rows).astype(dtype)
-    if keys.bad is None:
-        return result
-    return jnp.where(keys.bad(keys.values).any(2)[..., None], jnp.asarray(jnp.nan, dtype), result)
+    return _mark_bad(result, keys.values, keys, over=(2,))
 
 
 def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
@@ -98,20 +96,12 @@ def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, siz
     dtype, rows = jnp.result_type(g, query), keys.part(keys.values)
     exact = accumulator(dtype)
     terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
-    start = jnp.broadcast_to(_start(keys, exact), (g.shape[0], size, query.shape[2]))
+    # Marks are in place before the sums, so that no pass over the result is needed.
+    start = _mark_bad(jnp.zeros((g.shape[0], size, query.shape[2]), exact), keys.values, keys, over=(1, 2))
     if g.shape[0] == 1:
         return start[0].at[rows[0]].add(terms[0], mode="drop").astype(dtype)[None]
     entries = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     return start.at[entries, rows].add(terms, mode="drop").astype(dtype)
-
-
-def _start(keys: IndexArray, dtype: DTypeLike) -> jax.Array:
-    """Return what the sums of each batch entry start from, `(B, 1, 1)`: NaN if one of its keys is bad, else zero."""
-    zero = jnp.zeros((1, 1, 1), dtype)
-    if keys.bad is None:
-        return zero
-    is_bad: jax.Array = keys.bad(keys.values).any((1, 2), keepdims=True)
-    return jnp.where(is_bad, jnp.asarray(jnp.nan, dtype), zero)
 
 
 def gathered_gradients(
@@ -208,9 +198,12 @@ def _zero_dropped(x: jax.Array, rows: jax.Array, size: int, keys: IndexArray) ->
     return jnp.where(rows < size, x, jnp.zeros((), x.dtype)) if keys.may_drop else x
 
 
-def _mark_bad(scores: jax.Array, index: jax.Array, keys: IndexArray) -> jax.Array:
-    """Return the scores with NaN where the caller's index is bad."""
-    return scores if keys.bad is None else jnp.where(keys.bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
+def _mark_bad(x: jax.Array, index: jax.Array, keys: IndexArray, over: tuple[int, ...] = ()) -> jax.Array:
+    """Return x with NaN where the caller's index is bad: at one place at least along the dimensions `over`."""
+    if keys.bad is None:
+        return x
+    bad = keys.bad(index)
+    return jnp.where(bad.any(over, keepdims=True) if over else bad, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _take_rows(pool: jax.Array, index: jax.Array) -> jax.Array:

@@ -228,6 +228,14 @@ def test_bad_indices_show_as_nan(way, pool_size):
     np.testing.assert_array_equal(scores(query, pool, index), [[[3.0 if pool_size else np.nan, np.nan]]])
 
 
+def test_the_gradient_of_a_query_is_nan_if_there_are_no_rows():
+    import jax.numpy as jnp
+
+    way = next(way for way in WAYS if way.prefix == "gathered_" and way.needs[0] == "jax")
+    gradient = way.function("query_gradient", 0, normal=jnp.abs, may_drop=False, bad=lambda i: i >= 0)
+    assert jnp.isnan(gradient(jnp.ones((1, 2, 1)), jnp.ones((1, 0, 3)), jnp.zeros((1, 2, 1), jnp.int32))).all()
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gathered_gradients_of_bad_keys_are_nan(batch):
     """The gradient of a query that has one, and that of the pool of the same batch entry; nothing else is."""
