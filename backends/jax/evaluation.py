@@ -156,8 +156,8 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
         own: whether a product may be a step of ours, because that takes less time.
     """
     row = lower(op).lowering
-    if not own and (split := split_row(op, row)):
-        row = split
+    if not own:
+        row = split_row(op, row) or row
     if not isinstance(op, Einsum) or not _xla_splits(op, row):
         return None
     gradients = [Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs))]

@@ -132,8 +132,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
         slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
     copies = count_reordered(op.spec, lean)
     more = copies.elements * size - sum(part.copied for part in parts)
-    each = _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE
-    seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * each
+    seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _reordered_seconds(op, device)
     seconds += _GATHERED_SECONDS * count_gathered(op.spec, lean)
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
@@ -149,6 +148,11 @@ def _product_rate(spec: Spec, dtype: str, device: Device, lean: bool = False) ->
     else:
         rate = max(device.skinny_rate, device.flop_rate * min(sides) / (min(sides) + _HALF_RATE_SIDE))
     return rate * (_EIGEN_RATE if is_folded(spec, lean) else 1)
+
+
+def _reordered_seconds(op: Op, device: Device) -> float:
+    """Return the seconds for each element of a step that XLA copies into another order, besides moving it."""
+    return _REORDERED if op.bytes_touched() > device.cache_bytes else _REORDERED_IN_CACHE
 
 
 def _flat_matmul() -> Implementation:
@@ -192,12 +196,10 @@ def _permuted_matmul() -> Implementation:
     """
 
     def work(op: Op, other: Spec, device: Device) -> list[Work]:
-        elements = math.prod(op.spec.output_shape)
-        size, each = elements * itemsize(op.dtype), _REORDERED_IN_CACHE
-        if op.bytes_touched() > device.cache_bytes:
-            each = _REORDERED
+        size = op.result_bytes()
+        seconds = math.prod(op.spec.output_shape) * _reordered_seconds(op, device)
         parts = _stock_work(dataclasses.replace(op, spec=other), device)
-        return [*parts, Work(moved=2 * size, copied=size, scratch=size, seconds=elements * each)]
+        return [*parts, Work(moved=2 * size, copied=size, scratch=size, seconds=seconds)]
 
     def refuses(op: Op) -> str | None:
         *operands, result = (math.prod(op.spec.shape(term)) for term in op.spec.terms)
