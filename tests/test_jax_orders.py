@@ -129,3 +129,18 @@ def test_a_value_between_two_steps_is_read_in_the_order_that_is_fast():
     xs = [numbers(*shape) for shape in shapes]
     assert (plan(*xs) == jnp.einsum("ij, jk, kl -> il", *xs)).all()
     assert plan.cost.peak_bytes == jax_backend.compiled_bytes(plan) == 4 * (4096 * 8 + 64 * 8)
+
+
+def test_matrices_that_rows_choose_are_read_and_written_as_they_lie():
+    """XLA transposes no pool as a whole: plans of both orders hold the same bytes."""
+    x, y, pool, index = numbers(512, 32), numbers(512, 64), numbers(300, 32, 64), np.arange(512) % 300
+    for straight, turned, others in [
+        (("nj, q[n]jk -> nk", x, pool), ("nj, q[n]kj -> nk", x, pool.swapaxes(1, 2)), lambda out: out),
+        (("nj, nk -> q[n]jk", x, y), ("nj, nk -> q[n]kj", x, y), lambda out: out.swapaxes(1, 2)),
+    ]:
+        plans = [planner.plan(*call, q=index, sizes={"q": 300}) for call in (straight, turned)]
+        assert {plan.steps[-1].choice.lowering for plan in plans} <= {"grouped matmul", "grouped outer"}
+        (predicted, measured), second = ((plan.cost.peak_bytes, jax_backend.compiled_bytes(plan)) for plan in plans)
+        assert second == (predicted, measured)
+        assert measured <= predicted <= 1.2 * measured
+        assert (plans[0](*straight[1:], q=index) == others(plans[1](*turned[1:], q=index))).all()

@@ -86,6 +86,7 @@ class Kernels:
         launches: how many operators a grouped product launches at least; `PoolKernels` says it of pooled dots.
         chosen: from (a, c, index, source) to the products of rows that are large enough to need no sorted order; None
             if there is no such kernel.
+        turns: whether `matmul` and `gradients` take matrices whose columns come before their rows, with `turned=True`.
     """
 
     ops: ArrayOps
@@ -102,6 +103,7 @@ class Kernels:
     label: str = ""
     launches: int = 1
     chosen: Callable[..., Any] | None = None
+    turns: bool = False
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes, and flatten each group into one dimension."""
@@ -163,12 +165,27 @@ def is_chosen(form: GroupedForm) -> bool:
     return not form.outer and form.targets is None and form.sizes[1] >= _TILE_ROWS
 
 
-def views_of(op: Op, form: Form) -> tuple[Views, Views]:
-    """Return how a kernel sees the inputs, and how it sees the results."""
+def is_turned(op: Op, form: Form) -> bool:
+    """Whether the matrices of a grouped product have their columns before their rows."""
+    if isinstance(form, PooledForm):
+        return False
+    spec, term = op.spec, op.spec.terms[2 if form.outer else form.matrix]
+    return wide(spec, term[1:]) == wide(spec, (*form.right, *form.left)) != wide(spec, (*form.left, *form.right))
+
+
+def wide(spec: Spec, entries: Sequence[str | Gather]) -> list[str | Gather]:
+    """Return the entries of a term whose size is not 1."""
+    return [e for e in entries if spec.size(e) != 1]
+
+
+def views_of(op: Op, form: Form, turned: bool = False) -> tuple[Views, Views]:
+    """Return how a kernel sees the inputs, and how it sees the results; its matrices may be turned, see `Kernels`."""
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
         others: Groups = (form.rows_b, form.inner, form.right)
         matrix: Groups = ((form.gather,), form.left, form.right)
+        if turned:
+            matrix = ((form.gather,), form.right, form.left)
         if form.outer:
             groups_of = (rows, others, matrix)
         else:
@@ -257,7 +274,8 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         def prepare(op: Op) -> Run:
             form = find(op)
             assert isinstance(form, GroupedForm), form
-            return partial(_run_grouped, kernels, op, form, *map(_without_flat, views_of(op, form)))
+            turned = kernels.turns and is_turned(op, form)
+            return partial(_run_grouped, kernels, op, form, turned, *map(_without_flat, views_of(op, form, turned)))
 
         def run_step(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> Any:
             return prepare(op)(inputs, index)
@@ -295,6 +313,7 @@ def _run_grouped(
     kernels: Kernels,
     op: Op,
     form: GroupedForm,
+    turned: bool,
     given: Sequence[View | None],
     results: Sequence[View | None],
     inputs: Sequence[Any],
@@ -302,20 +321,23 @@ def _run_grouped(
 ) -> tuple[Any, ...]:
     flats = kernels.flats(inputs, given)
     groups = partial(kernels.groups, form.gather, op.spec, index)
+    options = {"turned": True} if turned else {}
     if isinstance(op, JointGradient):
         gradient, *operands = flats
-        pair = kernels.gradients(gradient, operands[1 - form.matrix], operands[form.matrix], groups())
+        pair = kernels.gradients(gradient, operands[1 - form.matrix], operands[form.matrix], groups(), **options)
         return kernels.unflats(pair if form.matrix == 1 else pair[::-1], results, op.spec, index)
     a, c = flats if form.matrix == 1 or form.outer else flats[::-1]
     source = kernels.row_map(form.gather, form.rows_a, op.spec, a, index)
     target = kernels.row_map(form.gather, form.rows_b, op.spec, a, index)
     if form.outer:
-        out = kernels.outer(a, c, groups(), size_in(index, op.spec, form.gather), source, target)
+        first, second = ((c, target), (a, source)) if turned else ((a, source), (c, target))
+        size = size_in(index, op.spec, form.gather)
+        out = kernels.outer(first[0], second[0], groups(), size, first[1], second[1])
     elif kernels.chosen is not None and is_chosen(form):
         out = kernels.chosen(a, c, index[form.gather].reshape(-1), source)
     else:
         targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))
-        out = kernels.matmul(a, c, groups(), source, target, targets)
+        out = kernels.matmul(a, c, groups(), source, target, targets, **options)
     return kernels.unflats([out], results, op.spec, index)
 
 

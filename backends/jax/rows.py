@@ -18,9 +18,11 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
+    is_turned,
     kernel_rows,
     pool_function,
     views_of,
+    wide,
 )
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
@@ -285,7 +287,7 @@ def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) 
         flat: whether the kernel makes a flat result, which takes any shape without a copy.
     """
     spec, copied = op.spec, 0
-    for term, groups in views_of(op, form)[1]:
+    for term, groups in views_of(op, form, is_turned(op, form))[1]:
         order = tuple(e for group in groups for e in group)
         kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
         if order != term or (not flat and kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
@@ -293,21 +295,23 @@ def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) 
     return copied
 
 
-def _turned_bytes(op: Op, form: PooledForm) -> int:
-    """Return the bytes of the operands that are copied into the kernel's order before a loop over batch entries."""
+def _turned_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
+    """Return the bytes of the operands that XLA copies into the kernel's order before a loop, where others need not."""
     spec, turned = op.spec, 0
-    for term, groups in views_of(op, form)[0]:
-        order = [e for group in groups for e in group if spec.size(e) != 1]
-        if order != [e for e in term if spec.size(e) != 1] and not matrix_copies(term, None, groups, spec):
+    for term, groups in views_of(op, form, is_turned(op, form))[0]:
+        order = wide(spec, [e for group in groups for e in group])
+        if order != wide(spec, term) and not matrix_copies(term, None, groups, spec):
             turned += math.prod(spec.shape(term)) * itemsize(op.dtype)
     return turned
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, _, j, k), pair = form.sizes, isinstance(op, JointGradient)
-    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+    (n, i, g, j, k), pair = form.sizes, isinstance(op, JointGradient)
+    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form) + _turned_bytes(op, form)
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
     if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
+        if device.kind == "cuda" and not form.outer and is_turned(op, form):  # Pallas kernels for cards read no others
+            copied += g * j * k * itemsize(op.dtype)
         return tiled_work(op, form, shape, device, copied)
     if device.kind == "cuda":
         return card_work(op, form, device, copied)
@@ -408,6 +412,7 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         _grouped_work,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
         launches=6,  # on a card: 20 kernels within a program
+        turns=True,
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
     own = (

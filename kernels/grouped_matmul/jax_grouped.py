@@ -16,6 +16,9 @@ scatters the products to their rows. `CARD` has the same functions with other ti
 A lane is a place for a row in a tile. Lanes beyond the end of a tile's group point behind the last row, so a scatter
 drops them. If a product sums over the lanes, both gathers read zeros for them: zero times the NaN of another group's
 row would be NaN.
+
+XLA would transpose all matrices before a loop that reads them in another order. So the functions here take matrices
+that are `turned`: `c` is `(G, K, J)`, and so is its gradient.
 """
 
 import math
@@ -55,6 +58,7 @@ def grouped_matmul(
     source: jax.Array | None = None,
     target: jax.Array | None = None,
     targets: int | None = None,
+    turned: bool = False,
     tiling_of: TilingOf = tiling,
 ) -> jax.Array:
     """Multiply each row by the matrix of its group, see the package.
@@ -64,13 +68,14 @@ def grouped_matmul(
     """
     if (target is None) != (targets is None):
         raise ValueError("target and targets go together")
-    rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
+    rows, size_i, (size, size_j, size_k) = groups.order.shape[0], a.shape[1], matrix_sizes(c, turned)
     dtype = jnp.result_type(a, c)
     shape = (rows if target is None else targets or 0, size_i, size_k)
     if 0 in (rows, *a.shape, *c.shape, *shape):
         return jnp.zeros(shape, dtype)
 
-    tile_sizes = tiling_of((rows, size_i, *c.shape), dtype.itemsize)
+    tile_sizes = tiling_of((rows, size_i, size, size_j, size_k), dtype.itemsize)
+    spec = "tij,tkj->tik" if turned else "tij,tjk->tik"
     tiles = _make_tiles(groups, tile_sizes)
     results = _Results(shape, dtype, tiles, groups, tile_sizes)
     out = results.start(1) if target is None else _filled(shape, accumulator(dtype), groups, 1)
@@ -79,7 +84,7 @@ def grouped_matmul(
         group, row = results.step_rows(number)
         # Lanes without a row read some row: the scatter drops their products.
         left = gather_rows(a, row if source is None else gather_rows(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), gather_rows(c, group), tile_sizes)
+        product = _tile_matmul(spec, _tile_matrix(left, tile_sizes), gather_rows(c, group), tile_sizes)
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return results.put(out, number, row, product)
@@ -96,6 +101,7 @@ def ragged_matmul(
     source: jax.Array | None = None,
     target: jax.Array | None = None,
     targets: int | None = None,
+    turned: bool = False,
 ) -> jax.Array:
     """Do what `grouped_matmul` does without sources and targets, by JAX's own `ragged_dot` on sorted rows.
 
@@ -104,6 +110,7 @@ def ragged_matmul(
     """
     if source is not None or target is not None:
         raise ValueError("ragged_dot takes rows as they are")
+    c = c.swapaxes(1, 2) if turned else c
     rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
     dtype = jnp.result_type(a, c)
     out = _filled((rows, size_i, size_k), dtype, groups, 1)
@@ -154,6 +161,7 @@ def grouped_gradients(
     c: jax.Array,
     groups: Groups,
     source: jax.Array | None = None,
+    turned: bool = False,
     tiling_of: TilingOf = tiling,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both gradients of `grouped_matmul`, see the package; one loop gathers each row once for both."""
@@ -163,16 +171,17 @@ def grouped_gradients(
     if 0 in (rows, *a.shape, *c.shape):
         return jnp.zeros(shape, dtype), jnp.zeros(c.shape, dtype)
 
-    tile_sizes = tiling_of((rows, a.shape[1], *c.shape), dtype.itemsize)
+    tile_sizes = tiling_of((rows, a.shape[1], *matrix_sizes(c, turned)), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
     results = _Results(shape, dtype, tiles, groups, tile_sizes)
+    spec_rows, spec_c = ("tik,tkj->tij", "tij,tik->tkj") if turned else ("tik,tjk->tij", "tij,tik->tjk")
 
     def step(number: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         group, row = results.step_rows(number)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
-        to_rows = _tile_matmul("tik,tjk->tij", gradient, gather_rows(c, group), tile_sizes)
-        to_c = _tile_matmul("tij,tik->tjk", left, gradient, tile_sizes)
+        to_rows = _tile_matmul(spec_rows, gradient, gather_rows(c, group), tile_sizes)
+        to_c = _tile_matmul(spec_c, left, gradient, tile_sizes)
         grad_rows, grad_c = grads
         grad_rows = results.put(grad_rows, number, row, to_rows.reshape(-1, *a.shape[1:]))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype), rising=True)
@@ -223,6 +232,12 @@ def scratch_bytes(
     narrow = left + (matrices if what == "matmul" else right) if tile_sizes.on_card else 0
     spared = max(0, exact.itemsize - jnp.dtype(dtype).itemsize) * narrow
     return max(exact.itemsize, 4) * numbers - spared + rounded + results + stored + 4 * 4 * (lanes + table) + 4096
+
+
+def matrix_sizes(c: jax.Array, turned: bool) -> tuple[int, int, int]:
+    """Return the sizes G, J and K of the matrices."""
+    g, j, k = c.shape
+    return (g, k, j) if turned else (g, j, k)
 
 
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:

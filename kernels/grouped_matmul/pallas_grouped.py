@@ -47,16 +47,17 @@ class Platform(NamedTuple):
         source: jax.Array | None = None,
         target: jax.Array | None = None,
         targets: int | None = None,
+        turned: bool = False,
     ) -> jax.Array:
-        """Multiply each row by the matrix of its group, see the package."""
-        rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
+        """Multiply each row by the matrix of its group, see the package and `jax_grouped`."""
+        rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], jax_grouped.matrix_sizes(c, turned)
         if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
-            return self.stock.grouped_matmul(a, c, groups, source, target, targets)
+            return self.stock.grouped_matmul(a, c, groups, source, target, targets, turned)
         if source is None and target is None and self.shape.is_tile(rows, i, a.dtype.itemsize):
-            return self.product(a, c, *_groups_of_rows(groups))
+            return self.product(a, c, *_groups_of_rows(groups), turned)
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), empty=False)
         wide = None if target is None else jnp.float32
-        products = self.product(gather_rows(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
+        products = self.product(gather_rows(a, tiles.slot, source), c, tiles.group, tiles.live, turned, wide)
         if target is None:
             return put_back(products, tiles.slot, rows, i)
         assert targets is not None
@@ -81,18 +82,24 @@ class Platform(NamedTuple):
         return self.outer(gather_rows(a, tiles.slot, source_a), gather_rows(b, tiles.slot, source_b), tiles)
 
     def grouped_gradients(
-        self, gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
+        self,
+        gout: jax.Array,
+        a: jax.Array,
+        c: jax.Array,
+        groups: Groups,
+        source: jax.Array | None = None,
+        turned: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return both gradients of `grouped_matmul`, see the package."""
-        rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], c.shape
+        """Return both gradients of `grouped_matmul`, see the package and `jax_grouped`."""
+        rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], jax_grouped.matrix_sizes(c, turned)
         if not a.dtype == c.dtype == gout.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name):
-            return self.stock.grouped_gradients(gout, a, c, groups, source)
+            return self.stock.grouped_gradients(gout, a, c, groups, source, turned)
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), self.shape.empty)
-        gradient = gather_rows(gout, tiles.slot)
-        to_c = self.outer(gather_rows(a, tiles.slot, source), gradient, tiles)
+        gradient, row = gather_rows(gout, tiles.slot), gather_rows(a, tiles.slot, source)
+        to_c = self.outer(gradient, row, tiles) if turned else self.outer(row, gradient, tiles)
         if self.shape.is_tile(rows, i, a.dtype.itemsize):
-            return self.product(gout, c, *_groups_of_rows(groups), transposes=True), to_c
-        to_rows = self.product(gradient, c, tiles.group, tiles.live, transposes=True)
+            return self.product(gout, c, *_groups_of_rows(groups), not turned), to_c
+        to_rows = self.product(gradient, c, tiles.group, tiles.live, not turned)
         return put_back(to_rows, tiles.slot, rows, i), to_c
 
 

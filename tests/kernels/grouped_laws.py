@@ -189,7 +189,7 @@ class Kernels:
         """All that the kernels compute."""
         if self.needs[0] == "jax":
             given = [jax_array(x, problem.dtype) for x in operands], [x if x is None else jax_array(x) for x in index]
-            return _compiled(self, problem.groups, jit)(*given)
+            return _compiled(self, problem.groups, problem.layout == "columns", jit)(*given)
         from planner.kernels.grouping.torch_grouping import group_rows
 
         tensors = [torch_array(x, problem.dtype, problem.layout) for x in operands]
@@ -197,15 +197,20 @@ class Kernels:
         with self.open(problem) as kernels:
             return self.all_of(kernels, tensors, group_rows(q, problem.groups), rest)
 
-    def all_of(self, kernels: Any, operands: Any, groups: Any, maps: Any, *size: int) -> list[Any]:
-        """Call each of the functions."""
+    def all_of(
+        self, kernels: Any, operands: Any, groups: Any, maps: Any, *size: int, turned: bool = False
+    ) -> list[Any]:
+        """Call each of the functions. Matrices that are turned have their columns before their rows."""
         (a, c, g, b), (source, other, target) = operands, maps
         both = [m for m in (source, other) if m is not None]
+        c, how = (c.swapaxes(1, 2), {"turned": True}) if turned else (c, {})
+        of_rows, of_matrices = kernels.grouped_gradients(g, a, c, groups, *both[:1], **how)
         return [
-            kernels.grouped_matmul(a, c, groups, *both[:1]),
-            *([kernels.grouped_matmul(a, c, groups, source, target, TARGETS)] if self.maps else []),
+            kernels.grouped_matmul(a, c, groups, *both[:1], **how),
+            *([kernels.grouped_matmul(a, c, groups, source, target, TARGETS, **how)] if self.maps else []),
             kernels.grouped_outer(a, b, groups, *size, *both),
-            *kernels.grouped_gradients(g, a, c, groups, *both[:1]),
+            of_rows,
+            of_matrices.swapaxes(1, 2) if turned else of_matrices,
         ]
 
 
@@ -220,14 +225,15 @@ def each(rows: Sequence[Any], argument: str = "kernels") -> Any:
 
 
 @functools.cache
-def _compiled(kernels: Kernels, groups: int, jit: Any) -> Any:
+def _compiled(kernels: Kernels, groups: int, turned: bool, jit: Any) -> Any:
     import jax_fast
 
     from planner.kernels.grouping.jax_grouping import group_rows
 
     def run(operands: Any, index: Any) -> Any:
         with kernels.open(None) as functions:
-            return kernels.all_of(functions, operands, group_rows(index[0], groups), index[1:], groups)
+            ordered = group_rows(index[0], groups)
+            return kernels.all_of(functions, operands, ordered, index[1:], groups, turned=turned)
 
     return (jit or jax_fast.jit)(run)
 
@@ -348,6 +354,8 @@ JAX_PROBLEMS = st.builds(
     lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
     st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),
 )  # fmt: skip
+# In JAX the matrices of "columns" are turned.
+JAX_LAYOUTS = ("plain", "columns")
 FEW = st.sampled_from([0, 1, 7, 16, 40, 64, 65])
 KERNELS = (
     Kernels(
@@ -370,12 +378,12 @@ KERNELS = (
     Kernels(
         "JAX", ("jax",), examples=(40, 200),
         open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped")),
-        problems=problems(JAX_PROBLEMS),
+        problems=problems(JAX_PROBLEMS, JAX_LAYOUTS),
     ),
-    Kernels("JAX, cards", ("jax",), problems(JAX_PROBLEMS), (20, 200), open=_card),
+    Kernels("JAX, cards", ("jax",), problems(JAX_PROBLEMS, JAX_LAYOUTS), (20, 200), open=_card),
     Kernels(
-        "JAX, part of a mesh", ("jax",), problems(JAX_PROBLEMS), (10, 200),
+        "JAX, part of a mesh", ("jax",), problems(JAX_PROBLEMS, JAX_LAYOUTS), (10, 200),
         open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped").PART),
     ),
-    Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=pallas),
+    Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES), JAX_LAYOUTS), (200, 2000), open=pallas),
 )  # fmt: skip

@@ -56,6 +56,20 @@ def stand_ins(n, i, g, j, k, dtype):
     return a, c, out, jax.eval_shape(partial(group_rows, size=g), jax.ShapeDtypeStruct((n,), jnp.int32))
 
 
+def test_turned_matrices_are_not_transposed_as_a_whole():
+    """XLA does it before a loop that reads them in another order."""
+    n, i, g, j, k = 64, 1, 1000, 32, 64
+    a, c, out, groups = stand_ins(n, i, g, j, k, "float32")
+    turned = jax.ShapeDtypeStruct((g, k, j), "float32")
+    for run, given in ((grouped_matmul, (a,)), (grouped_gradients, (out, a))):
+        straight, transposed, used = (
+            xla_temporaries(run, *given, c, groups),
+            xla_temporaries(lambda *x, run=run: run(*x[:-2], x[-2].swapaxes(1, 2), x[-1]), *given, turned, groups),
+            xla_temporaries(partial(run, turned=True), *given, turned, groups),
+        )
+        assert used <= straight * 1.1 < 4 * g * j * k < transposed
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_how_programs_are_compiled_moves_no_buffers(dtype):
     """In other tests temporaries are read where LLVM does not optimise."""
