@@ -201,6 +201,18 @@ def fused_takes(spec: Spec) -> int:
     return fused
 
 
+def count_taken_apart(spec: Spec) -> int:
+    """Return how many runs of neighbouring elements XLA takes for the inputs, but for one for each index."""
+    apart = 0
+    for term in spec.inputs:
+        if gathers := term_gathers(term):
+            last = indexed_dims(term)[-1]
+            run = math.prod(spec.shape(tuple(term[last + 1 :])))
+            rows = math.prod(spec.shape(term_axes(gathers)))
+            apart += math.prod(spec.shape(term_axes(term))) // max(run, 1) - rows
+    return max(apart, 0)
+
+
 def product_within(spec: Spec) -> Spec:
     """Return the spec of the product that is left after takes, and after sums over axes that only one input has."""
     kept = []
