@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import planner
 from planner import api
-from planner.inspect.memory import torch_backward_memory
+from planner.inspect.memory import torch_backward_memory, torch_memory
 from planner.search import refine
 from planner.testing.reference import reference, reference_gradients
 
@@ -29,7 +29,7 @@ def gradients(result, operands):
     ("spec", "shapes"),
     [
         ("c,a->ca", [(512,), (32,)]),  # a matrix times a vector would take less time
-        ("cba,ac,ba->acb", [(64, 16, 16), (16, 64), (16, 16)]),
+        ("cba,ac,ba->cba", [(64, 16, 16), (16, 64), (16, 16)]),
         ("ba,ca->cab", [(64, 32), (64, 32)]),
     ],
 )
@@ -123,6 +123,39 @@ def test_autograd_may_keep_rows_in_place_of_a_slower_plan(monkeypatch):
     assert retained() == 0
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [("bink,nbjk->injb", [(4, 64, 32, 4), (32, 4, 16, 4)]), ("jkd,ik->idj", [(16, 32, 64), (128, 32)])],
+)
+def test_axes_of_an_operand_that_is_copied_go_in_the_order_that_spares_other_copies(spec, shapes):
+    """The second operand is none, and neither is the gradient of `idj`, if it is row-major."""
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, backend="torch", device="cpu")
+    assert plan.steps[0].choice.cost.copied_bytes == 4 * np.prod(shapes[0])
+    a, b = (integers(*shape) for shape in shapes)
+    found, expected = planner.contract(spec, a, b), torch.einsum(spec, a, b)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("index", ["int64", "int32", "negative", "strided"])
+def test_small_plans_with_index_arrays_may_keep_copies_of_operands(index):
+    """Einsum retains this copy too. Calls whose indices torch does not read as they are keep none."""
+    x, table = integers(16, 32, 64, grad=True), integers(2, 32, grad=True)
+    rows = torch.randint(-2 if index == "negative" else 0, 2, (256,))[::2]
+    rows = rows if index == "strided" else rows.contiguous().to(torch.int32 if index == "int32" else torch.int64)
+    plan = planner.plan("jkd, q[i]k -> idj", x, table, q=rows)
+    assert plan.cost.retained_bytes == 4 * (16 * 32 * 64 + 128 * 32)
+    planner.contract("jkd, q[i]k -> idj", x, table, q=rows)
+    result, memory = torch_memory(lambda: planner.contract("jkd, q[i]k -> idj", x, table, q=rows))
+    assert memory.retained_bytes == (plan.cost.retained_bytes if index == "int64" else 4 * 128 * 32)
+    taken = table[rows.long()]
+    expected = torch.einsum("jkd,ik->idj", x, taken)
+    assert torch.equal(result, expected)
+    for found, wanted in zip(gradients(result, [x, table]), gradients(expected, [x, table]), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_a_long_plan_keeps_operands_in_place_of_copies():
     operands = [planner.Operand(shape, requires_grad=True) for shape in [(8, 256, 4, 4, 64), (8, 256, 4, 64)]]
     plan = planner.plan("BTKGH,BSKH->BTKGS", *operands, backend="torch", device="cpu")
@@ -178,7 +211,7 @@ def test_products_with_mixed_axes_lie_as_those_of_einsum_in_one_call(spec, shape
 @pytest.mark.parametrize(
     ("spec", "shapes", "order"),
     [
-        ("bqhgd,bkhd->bhgqk", [(2, 3, 2, 4, 5), (2, 6, 2, 5)], "bhqgk"),
+        ("bqhgd,bkhd->bhgqk", [(2, 3, 2, 4, 5), (2, 6, 2, 5)], "bhgqk"),  # an operand that is copied
         ("hbqgd,bkhd->bhgkq", [(2, 3, 5, 4, 6), (3, 7, 2, 6)], "hbqgk"),
         ("ijxyz,iojxz->jioxy", [(2, 3, 4, 5, 6), (2, 7, 3, 4, 6)], "ijxoy"),  # a batch in another order
         ("ijyxz,ijoz->jioyx", [(2, 3, 4, 5, 6), (2, 3, 7, 6)], "ijoyx"),  # another, with the second operand first

@@ -168,8 +168,7 @@ def kept_copies(
     kept: list[int] = []
     rows = {step.op.spec: step.choice.lowering for step in forward}
     compiled = compile_native(tree, standins_of(contraction), backward, kept=kept, rows=rows, tries=True)
-    # A call whose indices do not do as they are runs as a Function, which keeps no copies.
-    return None if compiled is None or (gathers and sum(kept)) else sum(kept)
+    return None if compiled is None else sum(kept)
 
 
 def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> float | None:

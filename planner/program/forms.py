@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -62,7 +63,9 @@ def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
     Shared axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
-    differ. If all of them have size 1, the form has no contracted axes: the step multiplies element by element.
+    differ. If the larger one is copied in any case, they are in the order of the smaller one. The other axes are in the
+    order of their operand, or in that of the result if the operand is copied in any case. If all contracted axes have
+    size 1, the form has none: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -72,17 +75,26 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
-    larger = a if first_is_larger(spec) else b
+    is_copied = [not _lie_side_by_side(term, spec) for term in (a, b)]
+    smaller, larger = (1, 0) if first_is_larger(spec) else (0, 1)
+    shared = (a, b)[smaller if is_copied[larger] and not is_copied[smaller] else larger]
     groups = (
-        tuple([axis for axis in larger if axis in set_a and axis in set_b and axis in set_out]),
-        tuple([axis for axis in a if axis not in set_b]),
-        tuple([axis for axis in b if axis not in set_a]),
-        tuple([axis for axis in larger if axis in set_a and axis in set_b and axis not in set_out]),
+        tuple([axis for axis in shared if axis in set_a and axis in set_b and axis in set_out]),
+        tuple([axis for axis in (out if is_copied[0] else a) if axis in set_a and axis not in set_b]),
+        tuple([axis for axis in (out if is_copied[1] else b) if axis in set_b and axis not in set_a]),
+        tuple([axis for axis in shared if axis in set_a and axis in set_b and axis not in set_out]),
     )
     batches, m, n, k = _counts(spec, *groups)
     if k == 1:
         groups = (*groups[:3], ())
     return ProductForm(*groups, sizes=(batches, m, n, k))
+
+
+def _lie_side_by_side(term: Sequence[str], spec: Spec) -> bool:
+    """Return whether an operand of a product is a batch of matrices as it is, in the order of its own axes."""
+    terms = [set(plain_axes(other)) for other in spec.terms]
+    kinds = [tuple([axis in other for other in terms]) for axis in term if spec.size(axis) != 1]
+    return len(list(itertools.groupby(kinds))) == len(set(kinds))
 
 
 def known_product(spec: Spec) -> ProductForm:
