@@ -697,6 +697,13 @@ def test_a_plan_is_bound_once(monkeypatch):
         ("akl", ("ak",), {"a": 100, "k": 3, "l": 3}, 300 * 10),  # sums of neighbours
         ("akl", ("al",), {"a": 100, "k": 3, "l": 3}, 100 * 30 + 900 * 1.3),
         ("abk", ("abk", "k"), {"a": 10, "b": 10, "k": 64}, 30 + 100 * 2),  # a and b are one
+        (
+            "abk",
+            ("bak", "ab"),
+            {"a": 10, "b": 10, "k": 64},
+            10 * 30 + 100 * 2,
+        ),  # not if they lie otherwise
+        ("abk", ("akb", "ab"), {"a": 10, "b": 10, "k": 64}, 10 * 30 + 100 * 2),  # nor with another between them
         ("a1k", ("ak", "ak"), {"a": 10, "1": 1, "k": 3}, 0),
     ],
 )

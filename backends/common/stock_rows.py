@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -115,32 +116,48 @@ def flat_index_bytes(spec: Spec) -> int:
     return most
 
 
-def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[list[int], bool]:
+def runs_of(
+    order: Sequence[str], terms: Sequence[Term], spec: Spec, layouts: Sequence[Layout | None] | None = ()
+) -> tuple[list[int], bool]:
     """Return the lengths of the runs of an elementwise loop, and whether some term has the innermost run.
 
-    A run is a sequence of axes that can be viewed as one: the same terms have all of them.
+    A run is a sequence of axes that can be viewed as one: the same terms have all of them, one behind the other.
 
     Args:
         order: axes of the loop, the innermost last.
         terms: the inputs of a product, or the result of a sum.
         spec: the spec, for the sizes of the axes.
+        layouts: how the arrays of the terms lie, if not row-major; None if the loop takes the order in which they lie.
     """
     wide = [axis for axis in order if spec.size(axis) != 1]
     runs = [spec.size(axis) for axis in wide]
     held = [tuple(axis in term for term in terms) for axis in wide]
+    near: set[tuple[int, str, str]] = set()  # axes of which the second lies right behind the first in a term
+    for number, (term, layout) in enumerate(itertools.zip_longest(terms, layouts or ())):
+        for run in [range(len(term))] if layout is None else layout.runs:
+            lie = [str(term[d]) for d in run if spec.size(term[d]) != 1]
+            near.update((number, first, second) for first, second in itertools.pairwise(lie))
     for place in range(len(runs) - 1, 0, -1):
-        if held[place - 1] == held[place]:
+        pair = wide[place - 1], wide[place]
+        joined = layouts is None or all((number, *pair) in near for number, has in enumerate(held[place]) if has)
+        if held[place - 1] == held[place] and joined:
             runs[place - 1] *= runs.pop(place)
             held.pop(place)
     return runs, not held or any(held[-1])
 
 
-def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec, device: Device) -> float:
+def short_run_seconds(
+    order: Sequence[str],
+    terms: Sequence[Term],
+    spec: Spec,
+    device: Device,
+    layouts: Sequence[Layout | None] | None = (),
+) -> float:
     """Return the seconds that an elementwise loop takes for short runs, as in a million products of (3, 1) by (1, 3).
 
     Args are those of `runs_of`, and the rates.
     """
-    runs, in_a_term = runs_of(order, terms, spec)
+    runs, in_a_term = runs_of(order, terms, spec, layouts)
     if len(runs) < 2:
         return 0.0
     rows, run = math.prod(runs[:-1]), runs[-1]
@@ -178,7 +195,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
-        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec, device)))
+        layouts = (op.layouts or ()) if kind == "multiply" else ()
+        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec, device, layouts)))
     if kind in ("matmul", "multiply"):
         return parts
     if kind == "take, multiply, add" and device.kind == "cpu":

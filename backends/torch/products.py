@@ -302,7 +302,8 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     if device.kind != "cpu":
         return [product, total]
     order, _ = _summed_order(op)
-    short = sum(short_run_seconds(order, terms, spec, device) for terms in (spec.inputs, [spec.output]))
+    # The product lies as torch's loop takes it.
+    short = sum(short_run_seconds(order, terms, spec, device, None) for terms in (spec.inputs, [spec.output]))
     axes = [term_axes(term) for term in spec.inputs]
     views = sum(([e for e in order if e in each] != [*each]) + (len(each) < len(order)) for each in axes)
     launches = VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
