@@ -74,7 +74,7 @@ MOST_NATIVE_SECONDS = 2.5e-3
 # `torch.func.grad` they may keep more than the plan says.
 MOST_SMALL_SECONDS = 2e-4
 # A copy of so many bytes may be kept in place of a computed value. The plan says that this copy is made again.
-MOST_REPLACED = 2**15
+MOST_REPLACED = 2**20
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12

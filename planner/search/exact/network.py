@@ -31,8 +31,7 @@ POOL, ROWS, SCATTER = 0, 1, 2
 # Networks of so many operands share what does not depend on sizes.
 MOST_SHARED = 4
 # XLA takes runs of so many elements faster if they stay together: 1.0 times as long as with einsum, instead of 1.4 to
-# 1.8. With runs of 4, gradients take 1.6 times as long that way (one core of an Intel Xeon, JAX 0.10.2, 2026-11-28). In
-# torch and NumPy the order makes no difference.
+# 1.8. With runs of 4, gradients take 1.6 times as long that way (one core of an Intel Xeon, JAX 0.10.2, 2026-11-28).
 LONG_RUN = 8
 Status = tuple[int, ...]
 Bits = Any  # an integer, or an array of integers
@@ -91,6 +90,7 @@ class Network:
         spec: a resolved spec.
         few: whether to leave out most combinations of statuses, for specs with many index arrays. Then a step changes
             the status of one factor, or of all.
+        shortest: runs of so many elements of an operand stay together as they are taken or added up.
 
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
@@ -98,8 +98,8 @@ class Network:
         result: the output's term, likewise.
     """
 
-    def __init__(self, spec: Spec, few: bool = False) -> None:
-        self.few = few
+    def __init__(self, spec: Spec, few: bool = False, shortest: int = 1) -> None:
+        self.few, self.shortest = few, shortest
         gathers = spec.gathers
         pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = {**spec.by_axis, **{pool: spec.size(gather) for gather, pool in pools.items()}}
@@ -236,8 +236,9 @@ class Network:
     def value_term(self, value: Value) -> tuple[str, ...]:
         """Return the axes of a value in the network's order; those of the whole product in the result's.
 
-        If runs of `LONG_RUN` or more elements of an operand would be torn apart as they are taken or added up, the
-        result has the operand's order, with the row axes in the place of the pool axis.
+        What is taken from an operand, or added up, has the operand's order, with the row axes in the place of the pool
+        axis, so that it lies in memory as it is read. It has the network's order if the row axes come last, or if that
+        tears apart short runs only.
         """
         axes = self.value_axes(value)
         order = self.term(axes)
@@ -246,8 +247,9 @@ class Network:
         if value.status != self.open and value.operands & (value.operands - 1) == 0:
             leaf = self._leaf_orders[value.operands.bit_length() - 1]
             own = tuple([axis for axis in leaf if axes & self._bit[axis]])
-            if own and own[-1] != order[-1] and self.sizes[own[-1]] >= LONG_RUN:
-                return order if self._bit[own[-1]] & self._factor_axes else own
+            torn = own and (self.shortest == 1 or (own[-1] != order[-1] and self.sizes[own[-1]] >= self.shortest))
+            if torn and not self._bit[own[-1]] & self._factor_axes:
+                return own
         return order
 
     # -- legal steps ---------------------------------------------------------------------------------
