@@ -27,8 +27,9 @@ from planner.program.ops import Cast, JointGradient, Op, joint_elements
 # What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
 # innermost runs of neighbours at a time, whether of 3 x 3 or of 16 x 16 elements, in one part. It goes through short
 # runs element by element, and through longer ones as vectors. Each sum of neighbours takes the same time, whatever
-# their number. These are the parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22; one took 30 ns.
-_ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS = 1.3 / 30, 2 / 30, 10 / 30
+# their number. Longer runs whose elements are no neighbours in an operand go element by element, too. These are the
+# parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22 (of elements apart 2026-11-28); one took 30 ns.
+_ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS, _APART_LOOPS = 1.3 / 30, 2 / 30, 10 / 30, 0.5 / 30
 _SHORT_RUN = 8
 # Torch multiplies the elements of small matrices of a batch in a loop of its own, without a call for each matrix:
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
@@ -163,7 +164,13 @@ def short_run_seconds(
     rows, run = math.prod(runs[:-1]), runs[-1]
     if not in_a_term:
         return rows * _SUM_LOOPS * device.loop_seconds
-    turns = rows * (run * _ELEMENT_LOOPS if run <= _SHORT_RUN else _VECTORS_LOOPS)
+    inner = [axis for axis in order if spec.size(axis) != 1][-1]
+    apart = any(
+        inner in term and neighbours(term, layout, spec) != inner
+        for term, layout in itertools.zip_longest(terms, layouts or ())
+    )
+    each = _ELEMENT_LOOPS if run <= _SHORT_RUN else apart * _APART_LOOPS
+    turns = rows * (run * each + (run > _SHORT_RUN) * _VECTORS_LOOPS)
     return (math.prod(runs[:-2]) + turns) * device.loop_seconds
 
 

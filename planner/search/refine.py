@@ -13,7 +13,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
-from planner.program.tree import Leaf, Node, Tree, keep_nothing, nodes_of
+from planner.program.tree import Leaf, Node, Tree, keep_nothing, merge_takes, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
@@ -80,7 +80,9 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
-    the framework's own einsum, may take what that takes if it saves a tenth of the time, with index arrays a fifth.
+    the framework's own einsum, may take what that takes if it saves a tenth of the time, with index arrays a fifth. A
+    tree that differs from the candidate only in that rows are taken before the step that multiplies them is thought to
+    take no longer, and any time that it saves is enough.
 
     Args:
         space: the search space.
@@ -109,22 +111,28 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     most = most or Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
     gathers = space.contraction.resolved.spec.gathers
     native, shortest = best, math.inf
+    is_stock = all(space.table.rows[step.choice.lowering].stock for step in best.programs.steps)
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         is_einsum = naive is not None and tree == naive.tree
         for among, lower in lowerers:
             if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
                 break  # autograd does not run such a step
             found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
+            # The same products, of rows that are taken first or not, whatever is predicted.
+            same = bool(gathers) and is_stock and merge_takes(tree) == best.tree
+            seconds = min(found.cost.seconds, best.cost.seconds) if same else found.cost.seconds
             if keeps_within(found.cost, most):
                 wanted = least if gathers else _WORTH_A_FUNCTION * least
             else:
-                worth = _WORTH_MEMORY if not gathers else _WORTH_TAKEN * (found.cost.retained_bytes <= _MOST_TAKEN)
+                worth = _WORTH_MEMORY
+                if gathers:
+                    worth = (1.0 if same else _WORTH_TAKEN) * (found.cost.retained_bytes <= _MOST_TAKEN)
                 wanted = worth * least if is_einsum else 0.0
-            if found.cost.seconds >= wanted:
+            if seconds >= wanted:
                 break
             if call_seconds(space.contraction, found) == found.cost.seconds:
-                if found.cost.seconds < shortest:
-                    native, shortest = found, found.cost.seconds
+                if seconds < shortest:
+                    native, shortest = found, seconds
                 break
     return native
 
