@@ -39,23 +39,30 @@ class ProductForm:
         )
 
 
-def first_is_larger(spec: Spec) -> bool:
-    """Return whether the first operand of a product is the larger one, in whose order shared axes are viewed.
+def larger_terms(spec: Spec) -> tuple[bool, bool, bool]:
+    """Return whether the first operand of a product is the larger one, and whether the result is larger than each.
 
-    It counts as the larger one if sizes are symbols, which cannot be compared.
+    The order in which axes are viewed depends on it, see `product_form`. Sizes that are symbols cannot be compared:
+    then the first operand counts as the largest of the three, and the result as the smallest.
     """
-    first, second = map(spec.shape, spec.inputs)
-    return not all(isinstance(n, int) for n in (*first, *second)) or math.prod(first) >= math.prod(second)
+    shapes = first, second, out = tuple(map(spec.shape, spec.terms))
+    if not all(isinstance(n, int) for shape in shapes for n in shape):
+        return True, False, False
+    a, b, result = math.prod(first), math.prod(second), math.prod(out)
+    return a >= b, result > a, result > b
 
 
 def order_depends_on_sizes(spec: Spec) -> bool:
-    """Return whether a step without gathers is a product whose operands have shared axes in different orders."""
+    """Return whether a step without gathers is a product whose axes are viewed in an order that depends on sizes.
+
+    Its operands have shared axes in different orders, or the result has those of an operand in another order.
+    """
     form = product_form(spec)
     if form is None:
         return False
-    groups = form.batch, form.contracted
-    first, second = ([[axis for axis in term if axis in group] for group in groups] for term in spec.inputs)
-    return first != second
+    a, b, out = map(plain_axes, spec.terms)
+    pairs = (a, b, form.batch), (a, b, form.contracted), (a, out, form.left), (b, out, form.right)
+    return any([e for e in one if e in group] != [e for e in other if e in group] for one, other, group in pairs)
 
 
 @cached_by_step
@@ -64,8 +71,9 @@ def product_form(spec: Spec) -> ProductForm | None:
 
     Shared axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
     differ. If the larger one is copied in any case, they are in the order of the smaller one. The other axes are in the
-    order of their operand, or in that of the result if the operand is copied in any case. If all contracted axes have
-    size 1, the form has none: the step multiplies element by element.
+    order of their operand. If it is copied in any case, and the result is larger, they are in that of the result, whose
+    gradient then needs no copy. If all contracted axes have size 1, the form has none: the step multiplies element by
+    element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -76,12 +84,16 @@ def product_form(spec: Spec) -> ProductForm | None:
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
     is_copied = [not _lie_side_by_side(term, spec) for term in (a, b)]
-    smaller, larger = (1, 0) if first_is_larger(spec) else (0, 1)
+    first_is_larger, *result_is_larger = larger_terms(spec)
+    smaller, larger = (1, 0) if first_is_larger else (0, 1)
     shared = (a, b)[smaller if is_copied[larger] and not is_copied[smaller] else larger]
+    left, right = (
+        out if copied and wide else own for own, copied, wide in zip((a, b), is_copied, result_is_larger, strict=True)
+    )
     groups = (
         tuple([axis for axis in shared if axis in set_a and axis in set_b and axis in set_out]),
-        tuple([axis for axis in (out if is_copied[0] else a) if axis in set_a and axis not in set_b]),
-        tuple([axis for axis in (out if is_copied[1] else b) if axis in set_b and axis not in set_a]),
+        tuple([axis for axis in left if axis in set_a and axis not in set_b]),
+        tuple([axis for axis in right if axis in set_b and axis not in set_a]),
         tuple([axis for axis in shared if axis in set_a and axis in set_b and axis not in set_out]),
     )
     batches, m, n, k = _counts(spec, *groups)
