@@ -33,7 +33,12 @@ ROOMS = (
 # Rooms that see less than all above them: what each may import.
 RUNNING = ("planner.language", "planner.kernels", "planner.cost", "planner.program", "planner.backends.common")
 SEES = {
-    "planner.kernels": ("planner.kernels", "planner.language.errors", "planner.language.dtypes"),
+    "planner.kernels": (
+        "planner.kernels",
+        "planner.language.cached",
+        "planner.language.errors",
+        "planner.language.dtypes",
+    ),
     "planner.backends.torch": RUNNING,
     "planner.backends.jax": RUNNING,
 }

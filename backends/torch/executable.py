@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from planner.backends.torch.contexts.ranges import Range, named_program, profile
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.backends.torch.transposed import calls_torch
 from planner.cost.layout import Layout, layout_of, strides_of
-from planner.language.cached import enter
+from planner.language.cached import cached_property, enter
 from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from planner.language import dtypes
+from planner.language.cached import cached_property
 
 _WIDER = {getattr(torch, name): getattr(torch, dtypes.accumulator(name)) for name in dtypes.HALF_TYPES}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +23,26 @@ def cached_by_step(function: F) -> F:
     cached = lru_cache(maxsize=MOST_STEPS)(function)
     STEP_CACHES.append(cached)
     return cast(F, cached)
+
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property):  # noqa: N801
+        """A property that is computed once for each object, without a lock.
+
+        Before Python 3.12 that of `functools` holds a lock for all objects of a class while it computes. If a process
+        forks meanwhile, the lock stays locked in the child, which then waits for ever. Two threads may both compute
+        here, as they may since Python 3.12.
+        """
+
+        def __get__(self, instance, owner=None):
+            """Return the value, which from then on is an attribute of the object."""
+            if instance is None:
+                return self
+            value = instance.__dict__[self.attrname] = self.func(instance)
+            return value
 
 
 def enter(cache: dict[Any, Any], key: Any, value: Any, most: int) -> list[Any]:

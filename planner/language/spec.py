@@ -13,8 +13,10 @@ import sys
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
+
+from planner.language.cached import cached_property
 
 ELLIPSIS = "..."
 # The characters that a spec ignores. Other Unicode spaces are axes, because `opt_einsum.get_symbol` returns them.

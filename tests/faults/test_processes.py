@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
+import re
 
 import pytest
 from conftest import examples, run_python
@@ -115,6 +117,45 @@ def test_a_forked_child_plans_and_contracts(framework):
     children = examples(8, 100)
     printed = run_python(FORKED, framework, children, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     assert json.loads(printed) == [0] * children
+
+
+LOCKED = """
+import os, threading
+from planner.language.cached import cached_property
+
+computing, forked = threading.Event(), threading.Event()
+
+class Value:
+    @cached_property
+    def slow(self):
+        computing.set()
+        forked.wait()
+        return 1
+
+value, other = Value(), Value()
+thread = threading.Thread(target=lambda: value.slow)
+thread.start()
+computing.wait()
+child = os.fork()
+forked.set()
+if not child:
+    os._exit(0 if other.slow == 1 else 1)
+thread.join()
+print(os.waitpid(child, 0)[1], value.slow)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_is_forked_while_a_property_is_computed_computes_it_too():
+    """Before Python 3.12 the `cached_property` of functools has a lock, which stayed locked in the child."""
+    assert run_python(LOCKED, timeout=60).split() == ["0", "1"]
+
+
+def test_properties_are_computed_once_without_the_lock_of_functools():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    sources = [path.read_text() for room in ("planner", "backends", "kernels") for path in (root / room).rglob("*.py")]
+    assert sum("cached_property" in source for source in sources) > 3
+    assert sum(bool(re.search(r"from functools import .*cached_property", source)) for source in sources) == 1
 
 
 # -- an import -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from planner.bench.card import (
     main,
     rate_items,
 )
+from planner.language.cached import cached_property
 
 # Sizes of N, I, J, K and the number of groups.
 _TINY = ((50, 2, 5, 7, 4),)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from planner.cost.floor import Order
 from planner.cost.layout import Layout
-from planner.language.cached import cached_by_step
+from planner.language.cached import cached_by_step, cached_property
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import term_gathers
