@@ -18,7 +18,7 @@ from planner.language.options import MODES
 from planner.language.spec import Spec
 from planner.program.calls import Member, RunPlan, SizeReader
 from planner.program.contraction import Contraction
-from planner.program.forms import larger_terms, order_depends_on_sizes, product_of_rows
+from planner.program.forms import known_product, order_depends_on_sizes, product_of_rows
 from planner.program.frameworks import Backend
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
@@ -130,7 +130,7 @@ class _Family:
         def at_sizes(spec: Spec) -> Spec:
             return spec if sizes is None else resize_spec(spec, sizes)
 
-        facts: list[Any] = [larger_terms(at_sizes(spec)) for spec in self.ordered]
+        facts: list[Any] = [known_product(at_sizes(spec)).matrices for spec in self.ordered]
         for op, asked in self.alike:
             resized = dataclasses.replace(op, spec=at_sizes(op.spec))
             if (answer := asked(resized)) is None:  # the row refuses the op, so another runs it

@@ -15,7 +15,9 @@ from jax.experimental import sparse  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 from planner.backends.jax.evaluation import TABLE  # noqa: E402
+from planner.backends.jax.products import count_taken_apart  # noqa: E402
 from planner.backends.jax.rows import PERMUTED  # noqa: E402
+from planner.testing.reference import reference, reference_gradients  # noqa: E402
 
 jax_backend = load_backend("jax")
 
@@ -144,3 +146,35 @@ def test_matrices_that_rows_choose_are_read_and_written_as_they_lie():
         assert second == (predicted, measured)
         assert measured <= predicted <= 1.2 * measured
         assert (plans[0](*straight[1:], q=index) == others(plans[1](*turned[1:], q=index))).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("q[n]kj, nj -> nk", [(300, 64, 32), (512, 32)]),  # the matrices first
+        ("nj, q[n]klj -> nlk", [(512, 32), (300, 8, 8, 32)]),
+        ("nij, q[n]kj -> ink", [(512, 1, 32), (300, 64, 32)]),
+        ("pnj, zq[n]kj -> pnkz", [(1, 512, 32), (1, 300, 64, 32)]),
+    ],
+)
+def test_values_and_gradients_of_matrices_whose_columns_come_first(spec, shapes):
+    xs = [numbers(*shape) for shape in shapes]
+    index = np.arange(512) * 7 % 300
+    found = planner.contract(spec, *xs, q=index)
+    assert (found == reference(spec, *map(np.asarray, xs), q=index)).all()
+    weights = numbers(*found.shape)
+    gradients = jax.jit(jax.grad(lambda *xs: (planner.contract(spec, *xs, q=index) * weights).sum(), argnums=(0, 1)))(
+        *xs
+    )
+    wanted = reference_gradients(spec, np.asarray(weights), *map(np.asarray, xs), q=index)
+    assert all((x == y).all() for x, y in zip(gradients, wanted, strict=True))
+
+
+def test_runs_that_are_taken_beyond_one_for_each_index_are_counted():
+    def apart(spec, shapes, index):
+        (step,) = planner.plan(spec, *shapes, r=index, backend="jax", device="cpu").steps[:1]
+        return count_taken_apart(step.op.spec)
+
+    assert apart("r[i]d -> id", [(30, 16)], (50,)) == 0
+    assert apart("bhr[i]d -> bhid", [(2, 3, 30, 16)], (50,)) == 50 * (2 * 3 - 1)
+    assert apart("bhir[ij] -> bhij", [(2, 3, 5, 30)], (5, 7)) == 5 * 7 * (2 * 3 - 1)

@@ -1,5 +1,7 @@
 """Which plans run as torch's own calls, with torch's own derivatives, and what these keep."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +31,7 @@ def gradients(result, operands):
     ("spec", "shapes"),
     [
         ("c,a->ca", [(512,), (32,)]),  # a matrix times a vector would take less time
-        ("cba,ac,ba->cba", [(64, 16, 16), (16, 64), (16, 16)]),
+        ("cba,ac,ba->cba", [(64, 16, 16), (16, 64), (16, 16)]),  # `cba,ac,ba->acb` cannot be run by autograd
         ("ba,ca->cab", [(64, 32), (64, 32)]),
     ],
 )
@@ -136,6 +138,35 @@ def test_axes_of_an_operand_that_is_copied_go_in_the_order_that_spares_other_cop
     found, expected = planner.contract(spec, a, b), torch.einsum(spec, a, b)
     assert torch.equal(found, expected)
     assert found.stride() == expected.stride()
+
+
+def test_axes_of_a_copied_operand_go_in_the_order_of_the_result_only_if_that_is_larger():
+    """The members of a family are called one after the other."""
+    for b, result_is_larger in [(2, False), (64, True), (2, False)]:
+        x, w = integers(2, 128, 16, 32), integers(2, b, 16)
+        found = planner.contract("jdkm,jbk->jmdb", x, w)
+        assert torch.equal(found, torch.einsum("jdkm,jbk->jmdb", x, w))
+        m, d = found.stride()[1:3]
+        assert (m > d) == result_is_larger
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "count"),
+    [
+        ("idj, q[i]hmj -> midh", [(64, 16, 8), (4, 16, 2, 8)], 64),  # what is taken is not copied
+        ("imd, q[d]km -> ik", [(32, 32, 64), (4, 16, 32)], 64),  # a copy is kept in the place of what is taken
+        ("jkhn, q[n]k -> njh", [(64, 16, 32, 4), (8, 16)], 4),  # the same products, of rows that are taken before
+        ("inbk, q[b]mk -> inm", [(16, 16, 4, 128), (4, 8, 128)], 4),
+    ],
+)
+def test_small_plans_with_index_arrays_run_as_einsums_own_calls(spec, shapes, count):
+    a, b = (integers(*shape, grad=True) for shape in shapes)
+    index = torch.randint(0, shapes[1][0], (count,))
+    found = planner.contract(spec, a, b, q=index)
+    assert "Contract" not in found.grad_fn.name()
+    expected = torch.einsum(re.sub(r"q\[(.)\]", r"\1", spec), a, b[index])
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, gradients(found, [a, b]), gradients(expected, [a, b])))
 
 
 @pytest.mark.parametrize("index", ["int64", "int32", "negative", "strided"])

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from laws import exact_problems, needing_gradients, plan_of
 
 import planner
-from planner.backends.common.stock_rows import short_run_seconds
+from planner.backends.common.elementwise import short_run_seconds
 from planner.cli import main
 from planner.cost.device import CPU
+from planner.cost.layout import Layout
 from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.dtypes import dtype_name
 from planner.language.spec import Spec
@@ -697,13 +698,8 @@ def test_a_plan_is_bound_once(monkeypatch):
         ("akl", ("ak",), {"a": 100, "k": 3, "l": 3}, 300 * 10),  # sums of neighbours
         ("akl", ("al",), {"a": 100, "k": 3, "l": 3}, 100 * 30 + 900 * 1.3),
         ("abk", ("abk", "k"), {"a": 10, "b": 10, "k": 64}, 30 + 100 * 2),  # a and b are one
-        (
-            "abk",
-            ("bak", "ab"),
-            {"a": 10, "b": 10, "k": 64},
-            10 * 30 + 100 * 2,
-        ),  # not if they lie otherwise
-        ("abk", ("akb", "ab"), {"a": 10, "b": 10, "k": 64}, 10 * 30 + 100 * 2 + 6400 * 0.5),  # elements lie apart
+        ("abk", ("bak", "ab"), {"a": 10, "b": 10, "k": 64}, 10 * 30 + 100 * 2),  # a and b lie otherwise
+        ("abk", ("akb", "ab"), {"a": 10, "b": 10, "k": 64}, 10 * 30 + 100 * 2 + 6400 * 0.5),  # strided runs
         ("a1k", ("ak", "ak"), {"a": 10, "1": 1, "k": 3}, 0),
     ],
 )
@@ -711,6 +707,23 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     spec = Spec((tuple(order),), (), tuple(sorted(sizes.items())))
     device = dataclasses.replace(CPU, loop_seconds=3e-8)
     seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec, device)
+    assert seconds == pytest.approx(nanoseconds * 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("terms", "layouts", "follows", "nanoseconds"),
+    [
+        (("jmk", "jnmk"), (), False, 8 * 30 + 1024 * 2),
+        (("jkm", "jnmk"), (), False, 1024 * 30 + 4096 * 2 + 65536 * 0.5),  # k is strided in `jkm`
+        (("jkm", "jnmk"), (Layout(((0, 2, 1),)), None), False, 8 * 30 + 1024 * 2),  # which lies as `jmk`
+        (("jkm", "jnmk"), (), True, 8 * 30 + 1024 * 2 + 65536 * 0.5),  # one of them is strided in any order
+        (("jmk", "jnmk"), (), True, 8 * 30 + 1024 * 2),
+    ],
+)
+def test_runs_are_short_and_strided_by_how_operands_lie(terms, layouts, follows, nanoseconds):
+    spec = Spec((tuple("jnmk"),), (), (("j", 8), ("k", 16), ("m", 4), ("n", 128)))
+    device = dataclasses.replace(CPU, loop_seconds=3e-8)
+    seconds = short_run_seconds(tuple("jnmk"), list(map(tuple, terms)), spec, device, layouts, follows)
     assert seconds == pytest.approx(nanoseconds * 1e-9)
 
 

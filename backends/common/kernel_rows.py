@@ -166,20 +166,25 @@ def is_chosen(form: GroupedForm) -> bool:
 
 
 def is_turned(op: Op, form: Form) -> bool:
-    """Whether the matrices of a grouped product have their columns before their rows."""
+    """Whether the matrices of a grouped product have their columns before their rows in memory."""
     if isinstance(form, PooledForm):
         return False
     spec, term = op.spec, op.spec.terms[2 if form.outer else form.matrix]
-    return wide(spec, term[1:]) == wide(spec, (*form.right, *form.left)) != wide(spec, (*form.left, *form.right))
-
-
-def wide(spec: Spec, entries: Sequence[str | Gather]) -> list[str | Gather]:
-    """Return the entries of a term whose size is not 1."""
-    return [e for e in entries if spec.size(e) != 1]
+    lies, straight, turned = (
+        [entry for entry in entries if entry in spec.wide]
+        for entries in (term, (form.gather, *form.left, *form.right), (form.gather, *form.right, *form.left))
+    )
+    return lies == turned != straight
 
 
 def views_of(op: Op, form: Form, turned: bool = False) -> tuple[Views, Views]:
-    """Return how a kernel sees the inputs, and how it sees the results; its matrices may be turned, see `Kernels`."""
+    """Return how a kernel sees the inputs, and how it sees the results.
+
+    Args:
+        op: the step.
+        form: its axes by group.
+        turned: whether the kernel sees matrices with their columns before their rows, see `Kernels.turns`.
+    """
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
         others: Groups = (form.rows_b, form.inner, form.right)
@@ -333,7 +338,7 @@ def _run_grouped(
         first, second = ((c, target), (a, source)) if turned else ((a, source), (c, target))
         size = size_in(index, op.spec, form.gather)
         out = kernels.outer(first[0], second[0], groups(), size, first[1], second[1])
-    elif kernels.chosen is not None and is_chosen(form):
+    elif kernels.chosen is not None and is_chosen(form) and not turned:
         out = kernels.chosen(a, c, index[form.gather].reshape(-1), source)
     else:
         targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
@@ -16,7 +16,7 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, neighbours
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
+from planner.language.spec import Spec, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.calls import PreparedRun, Run
 from planner.program.forms import ProductForm, known_product, product_form, product_of_rows
 from planner.program.guards import dropping_bytes
@@ -24,13 +24,6 @@ from planner.program.implementations import LOOP, MASK, Implementation
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
-# What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
-# innermost runs of neighbours at a time, whether of 3 x 3 or of 16 x 16 elements, in one part. It goes through short
-# runs element by element, and through longer ones as vectors. Each sum of neighbours takes the same time, whatever
-# their number. Longer runs whose elements are no neighbours in an operand go element by element, too. These are the
-# parts on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22 (of elements apart 2026-11-28); one took 30 ns.
-_ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS, _APART_LOOPS = 1.3 / 30, 2 / 30, 10 / 30, 0.5 / 30
-_SHORT_RUN = 8
 # Torch multiplies the elements of small matrices of a batch in a loop of its own, without a call for each matrix:
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
@@ -117,63 +110,6 @@ def flat_index_bytes(spec: Spec) -> int:
     return most
 
 
-def runs_of(
-    order: Sequence[str], terms: Sequence[Term], spec: Spec, layouts: Sequence[Layout | None] | None = ()
-) -> tuple[list[int], bool]:
-    """Return the lengths of the runs of an elementwise loop, and whether some term has the innermost run.
-
-    A run is a sequence of axes that can be viewed as one: the same terms have all of them, one behind the other.
-
-    Args:
-        order: axes of the loop, the innermost last.
-        terms: the inputs of a product, or the result of a sum.
-        spec: the spec, for the sizes of the axes.
-        layouts: how the arrays of the terms lie, if not row-major; None if the loop takes the order in which they lie.
-    """
-    wide = [axis for axis in order if spec.size(axis) != 1]
-    runs = [spec.size(axis) for axis in wide]
-    held = [tuple(axis in term for term in terms) for axis in wide]
-    near: set[tuple[int, str, str]] = set()  # axes of which the second lies right behind the first in a term
-    for number, (term, layout) in enumerate(itertools.zip_longest(terms, layouts or ())):
-        for run in [range(len(term))] if layout is None else layout.runs:
-            lie = [str(term[d]) for d in run if spec.size(term[d]) != 1]
-            near.update((number, first, second) for first, second in itertools.pairwise(lie))
-    for place in range(len(runs) - 1, 0, -1):
-        pair = wide[place - 1], wide[place]
-        joined = layouts is None or all((number, *pair) in near for number, has in enumerate(held[place]) if has)
-        if held[place - 1] == held[place] and joined:
-            runs[place - 1] *= runs.pop(place)
-            held.pop(place)
-    return runs, not held or any(held[-1])
-
-
-def short_run_seconds(
-    order: Sequence[str],
-    terms: Sequence[Term],
-    spec: Spec,
-    device: Device,
-    layouts: Sequence[Layout | None] | None = (),
-) -> float:
-    """Return the seconds that an elementwise loop takes for short runs, as in a million products of (3, 1) by (1, 3).
-
-    Args are those of `runs_of`, and the rates.
-    """
-    runs, in_a_term = runs_of(order, terms, spec, layouts)
-    if len(runs) < 2:
-        return 0.0
-    rows, run = math.prod(runs[:-1]), runs[-1]
-    if not in_a_term:
-        return rows * _SUM_LOOPS * device.loop_seconds
-    inner = [axis for axis in order if spec.size(axis) != 1][-1]
-    apart = any(
-        inner in term and neighbours(term, layout, spec) != inner
-        for term, layout in itertools.zip_longest(terms, layouts or ())
-    )
-    each = _ELEMENT_LOOPS if run <= _SHORT_RUN else apart * _APART_LOOPS
-    turns = rows * (run * each + (run > _SHORT_RUN) * _VECTORS_LOOPS)
-    return (math.prod(runs[:-2]) + turns) * device.loop_seconds
-
-
 def flat_stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does in torch, which takes by one flat index and copies what is not flat."""
     parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
@@ -200,6 +136,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
+        if kind == "multiply" and len({*terms}) == 1 and not any(op.layouts or ()):
+            order = terms[0]  # the result lies as both operands do
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
         layouts = (op.layouts or ()) if kind == "multiply" else ()

@@ -202,15 +202,13 @@ def fused_takes(spec: Spec) -> int:
 
 
 def count_taken_apart(spec: Spec) -> int:
-    """Return how many runs of neighbouring elements XLA takes for the inputs, but for one for each index."""
+    """Return how many runs of neighbouring elements XLA takes for the inputs beyond one for each index."""
     apart = 0
     for term in spec.inputs:
         if gathers := term_gathers(term):
-            last = indexed_dims(term)[-1]
-            run = math.prod(spec.shape(tuple(term[last + 1 :])))
-            rows = math.prod(spec.shape(term_axes(gathers)))
-            apart += math.prod(spec.shape(term_axes(term))) // max(run, 1) - rows
-    return max(apart, 0)
+            before = term[: indexed_dims(term)[-1] + 1]
+            apart += math.prod(spec.shape(term_axes(before))) - math.prod(spec.shape(term_axes(gathers)))
+    return apart
 
 
 def product_within(spec: Spec) -> Spec:

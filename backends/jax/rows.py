@@ -22,7 +22,6 @@ from planner.backends.common.kernel_rows import (
     kernel_rows,
     pool_function,
     views_of,
-    wide,
 )
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
@@ -300,23 +299,21 @@ def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) 
 
 
 def _turned_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
-    """Return the bytes of the operands that XLA copies into the kernel's order before a loop, where others need not."""
+    """Return the bytes of the operands that XLA copies before a loop, and that `flattened_bytes` does not count."""
     spec, turned = op.spec, 0
     for term, groups in views_of(op, form, is_turned(op, form))[0]:
-        order = wide(spec, [e for group in groups for e in group])
-        if order != wide(spec, term) and not matrix_copies(term, None, groups, spec):
+        order = [e for group in groups for e in group if e in spec.wide]
+        if order != [e for e in term if e in spec.wide] and not matrix_copies(term, None, groups, spec):
             turned += math.prod(spec.shape(term)) * itemsize(op.dtype)
     return turned
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, g, j, k), pair = form.sizes, isinstance(op, JointGradient)
+    (n, i, _, j, k), pair = form.sizes, isinstance(op, JointGradient)
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form) + _turned_bytes(op, form)
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
     if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
-        if device.kind == "cuda" and not form.outer and is_turned(op, form):  # Pallas kernels for cards read no others
-            copied += g * j * k * itemsize(op.dtype)
-        return tiled_work(op, form, shape, device, copied)
+        return tiled_work(op, form, shape, device, copied, is_turned(op, form))
     if device.kind == "cuda":
         return card_work(op, form, device, copied)
     # Measured on seed 000: sorting and addressing a row, filling the result, products on padded lanes, moving lanes.
@@ -386,7 +383,8 @@ def _ragged_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     # All sorted rows, and their products in float32 and rounded.
     scratch = 4 * (n + g + 1) + jax_grouping.scratch_bytes(n, g) + n * i * (size * (j + k) + 4 * k)
     first, *rest = _grouped_work(op, form, device)
-    return [first._replace(scratch=scratch), *rest]
+    matrices = g * j * k * size * is_turned(op, form)
+    return [first._replace(scratch=scratch), *rest, Work.of_copies(matrices)]
 
 
 def _ragged_row(kernels: Kernels) -> Implementation:

@@ -88,7 +88,9 @@ def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Wo
     ]
 
 
-def tiled_work(op: Op, form: GroupedForm, shape: Shape, device: Device, copied: int) -> list[Work]:
+def tiled_work(
+    op: Op, form: GroupedForm, shape: Shape, device: Device, copied: int, turned: bool = False
+) -> list[Work]:
     """Return the work of a step that a platform's kernels run.
 
     Args:
@@ -97,6 +99,7 @@ def tiled_work(op: Op, form: GroupedForm, shape: Shape, device: Device, copied: 
         shape: the shape of the platform's tiles.
         device: the rates of the device.
         copied: bytes that are copied before and after the kernels.
+        turned: whether the columns of the matrices come before their rows.
     """
     (n, i, g, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
     sums = pair or form.outer
@@ -108,7 +111,12 @@ def tiled_work(op: Op, form: GroupedForm, shape: Shape, device: Device, copied: 
         what = "summed"
     else:
         what = "product" if form.maps or not shape.is_tile(n, i, size) else "direct"
-    held = (_tpu_bytes if shape is TPU else _gpu_bytes)(what, form, tiles * each, size)
+    if shape is TPU:
+        held = _tpu_bytes(what, form, tiles * each, size)
+    else:
+        held = _gpu_bytes(what, form, tiles * each, size, turned)
+        if turned and not sums:
+            copied += g * j * k * size
     sort = max(jax_grouping.scratch_bytes(n, g), 16 * tiles * each + 4 * n)
     tables = 4 * (n + g + 1) + 8 * n * form.maps + sort + _padded_bytes(1, tiles, each, 4)
     moved = op.bytes_touched() + 2 * copied
@@ -151,11 +159,12 @@ def _padded_bytes(rows: int, inner: int, columns: int, size: int) -> int:
     return rows * (-(-inner // high) * high) * (-(-columns // 128) * 128) * size
 
 
-def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int) -> int:
-    """Return the bytes that a GPU's kernels hold at once, besides their tables.
+def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int, turned: bool) -> int:
+    """Return the bytes that a GPU's kernels hold at once, besides their tables and a copy of turned matrices.
 
     Columns, and the rows of matrices, are padded with zeros to multiples of 64, in a copy if they are not multiples
-    already. Gradients transpose the matrices, and sums transpose the rows. Tiles are counted twice: once as taken, and
+    already. Gradients transpose the matrices, unless they are turned, and sums transpose their first factor: the rows,
+    or the results if the matrices are turned. Tiles are counted twice: once as taken, and
     once as padded.
     """
     n, i, g, j, k = form.sizes
@@ -165,10 +174,11 @@ def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int) -> int:
     if what == "direct":
         return n * i * (wide_j + wide_k) * size + copy_c
     tiles_a, tiles_b = slots * i * wide_j * size, slots * i * wide_k * (4 if what == "summed" else size)
+    transposed = tiles_b if turned else tiles_a
     if what == "pair":
-        return 4 * tiles_a + 2 * tiles_b + copy_c + matrices
+        return 3 * tiles_a + 2 * tiles_b + transposed + copy_c + matrices
     if what == "outer":
-        return 3 * tiles_a + 2 * tiles_b + matrices
+        return 2 * tiles_a + 2 * tiles_b + transposed + matrices
     return max(2 * tiles_a, tiles_a + tiles_b + copy_c, 2 * tiles_b) + 4 * (form.targets or 0) * i * k
 
 

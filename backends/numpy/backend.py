@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from planner.backends.common.elementwise import runs_of
 from planner.backends.common.indices import PreparedIndex, check_index_dtype, numpy_in_range
 from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.routing import Routing
 from planner.backends.common.run import prepare_program
 from planner.backends.common.stock import Product, matmul_product, viewing
 from planner.backends.common.stock_layout import stock_layout
-from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
+from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
 from planner.cost.figures import Work
 from planner.cost.rates import load_rates

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.stock import SMALL_MATRIX, Product, count_views
 from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import (
     SCATTERED_LAUNCHES,
     VIEW_LAUNCHES,
-    short_run_seconds,
     small_matrix_seconds,
 )
 from planner.backends.torch.cuda.stock import batch_seconds
@@ -302,8 +302,9 @@ def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     if device.kind != "cpu":
         return [product, total]
     order, _ = _summed_order(op)
-    # The product lies as torch's loop takes it.
-    short = sum(short_run_seconds(order, terms, spec, device, None) for terms in (spec.inputs, [spec.output]))
+    # The product lies as torch's loop takes it, which follows the operands.
+    loops = short_run_seconds(order, spec.inputs, spec, device, follows=True)
+    short = loops + short_run_seconds(order, [spec.output], spec, device, follows=True)
     axes = [term_axes(term) for term in spec.inputs]
     views = sum(([e for e in order if e in each] != [*each]) + (len(each) < len(order)) for each in axes)
     launches = VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)

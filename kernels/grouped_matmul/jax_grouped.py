@@ -17,8 +17,8 @@ A lane is a place for a row in a tile. Lanes beyond the end of a tile's group po
 drops them. If a product sums over the lanes, both gathers read zeros for them: zero times the NaN of another group's
 row would be NaN.
 
-XLA would transpose all matrices before a loop that reads them in another order. So the functions here take matrices
-that are `turned`: `c` is `(G, K, J)`, and so is its gradient.
+XLA would transpose all matrices before a loop that reads them in another order. So matrices may be `turned`, see the
+package; `grouped_outer` of the factors in the other order gives turned sums.
 """
 
 import math
@@ -235,7 +235,7 @@ def scratch_bytes(
 
 
 def matrix_sizes(c: jax.Array, turned: bool) -> tuple[int, int, int]:
-    """Return the sizes G, J and K of the matrices."""
+    """Return the sizes G, J and K of matrices, which are `(G, K, J)` if they are turned."""
     g, j, k = c.shape
     return (g, k, j) if turned else (g, j, k)
 

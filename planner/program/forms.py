@@ -39,11 +39,11 @@ class ProductForm:
         )
 
 
-def larger_terms(spec: Spec) -> tuple[bool, bool, bool]:
+def _larger_terms(spec: Spec) -> tuple[bool, bool, bool]:
     """Return whether the first operand of a product is the larger one, and whether the result is larger than each.
 
-    The order in which axes are viewed depends on it, see `product_form`. Sizes that are symbols cannot be compared:
-    then the first operand counts as the largest of the three, and the result as the smallest.
+    Sizes that are symbols cannot be compared: then the first operand counts as the largest of the three, and the result
+    as the smallest.
     """
     shapes = first, second, out = tuple(map(spec.shape, spec.terms))
     if not all(isinstance(n, int) for shape in shapes for n in shape):
@@ -70,10 +70,10 @@ def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
     Shared axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
-    differ. If the larger one is copied in any case, they are in the order of the smaller one. The other axes are in the
-    order of their operand. If it is copied in any case, and the result is larger, they are in that of the result, whose
-    gradient then needs no copy. If all contracted axes have size 1, the form has none: the step multiplies element by
-    element.
+    differ. If the larger one is copied in any case, they are in the order of the smaller one. The left and right axes
+    are in the order of their operand, unless this operand is copied in any case and is smaller than the result: then
+    they are in the order of the result, whose gradient needs no copy. Operands are taken to be row-major. If all
+    contracted axes have size 1, the form has none: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -83,12 +83,12 @@ def product_form(spec: Spec) -> ProductForm | None:
         return None
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
-    is_copied = [not _lie_side_by_side(term, spec) for term in (a, b)]
-    first_is_larger, *result_is_larger = larger_terms(spec)
-    smaller, larger = (1, 0) if first_is_larger else (0, 1)
-    shared = (a, b)[smaller if is_copied[larger] and not is_copied[smaller] else larger]
+    is_copied = [not _is_batch_of_matrices(term, spec) for term in (a, b)]
+    first_is_larger, *is_smaller = _larger_terms(spec)
+    larger = 0 if first_is_larger else 1
+    shared = (a, b)[1 - larger if is_copied[larger] and not is_copied[1 - larger] else larger]
     left, right = (
-        out if copied and wide else own for own, copied, wide in zip((a, b), is_copied, result_is_larger, strict=True)
+        out if copied and smaller else own for own, copied, smaller in zip((a, b), is_copied, is_smaller, strict=True)
     )
     groups = (
         tuple([axis for axis in shared if axis in set_a and axis in set_b and axis in set_out]),
@@ -102,7 +102,7 @@ def product_form(spec: Spec) -> ProductForm | None:
     return ProductForm(*groups, sizes=(batches, m, n, k))
 
 
-def _lie_side_by_side(term: Sequence[str], spec: Spec) -> bool:
+def _is_batch_of_matrices(term: Sequence[str], spec: Spec) -> bool:
     """Return whether an operand of a product is a batch of matrices as it is, in the order of its own axes."""
     terms = [set(plain_axes(other)) for other in spec.terms]
     kinds = [tuple([axis in other for other in terms]) for axis in term if spec.size(axis) != 1]

@@ -80,9 +80,9 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
-    the framework's own einsum, may take what that takes if it saves a tenth of the time, with index arrays a fifth. A
-    tree that differs from the candidate only in that rows are taken before the step that multiplies them is thought to
-    take no longer, and any time that it saves is enough.
+    the framework's own einsum, may take what that takes if it saves a tenth of the time; with index arrays a fifth, and
+    it may retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
+    multiplies them, its steps are thought to take no longer, and any time that it saves is enough.
 
     Args:
         space: the search space.
@@ -104,9 +104,9 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
 
         return Lowerer(choices, step_key("time"), plain=rows, records=True)
 
-    # For the products that `matmul` multiplies fastest autograd may not keep what the plan says.
+    # If autograd cannot run the fastest rows, others are tried, without `matmul`.
     every = frozenset(rows)
-    lowerers = [(among, lowerer(among)) for among in (every, every - {"matmul"})]
+    lowerers = [(allowed, lowerer(allowed)) for allowed in (every, every - {"matmul"})]
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     most = most or Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
     gathers = space.contraction.resolved.spec.gathers
@@ -114,21 +114,21 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     is_stock = all(space.table.rows[step.choice.lowering].stock for step in best.programs.steps)
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
         is_einsum = naive is not None and tree == naive.tree
-        for among, lower in lowerers:
-            if not all(space.choices(node.op, among=among) for node in nodes_of(tree)):
+        for allowed, lower in lowerers:
+            if not all(space.choices(node.op, among=allowed) for node in nodes_of(tree)):
                 break  # autograd does not run such a step
             found = Candidate(space.programs(tree, lower), tree, lower, False, f"{best.origin}, by autograd")
-            # The same products, of rows that are taken first or not, whatever is predicted.
-            same = bool(gathers) and is_stock and merge_takes(tree) == best.tree
-            seconds = min(found.cost.seconds, best.cost.seconds) if same else found.cost.seconds
+            # The same products, of rows that are taken before. Prices of the two rows differ.
+            takes_first = is_stock and tree != best.tree and merge_takes(tree) == best.tree
+            seconds = min(found.cost.seconds, best.cost.seconds) if takes_first else found.cost.seconds
+            part = 0.0  # of the least time, that it may take
             if keeps_within(found.cost, most):
-                wanted = least if gathers else _WORTH_A_FUNCTION * least
-            else:
-                worth = _WORTH_MEMORY
-                if gathers:
-                    worth = (1.0 if same else _WORTH_TAKEN) * (found.cost.retained_bytes <= _MOST_TAKEN)
-                wanted = worth * least if is_einsum else 0.0
-            if seconds >= wanted:
+                part = 1.0 if gathers else _WORTH_A_FUNCTION
+            elif is_einsum and not gathers:
+                part = _WORTH_MEMORY
+            elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
+                part = 1.0 if takes_first else _WORTH_TAKEN
+            if seconds >= part * least:
                 break
             if call_seconds(space.contraction, found) == found.cost.seconds:
                 if seconds < shortest:

@@ -29,7 +29,7 @@ from planner.search.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.listing import Bounds, fused_terms, kernel_launches
-from planner.search.exact.network import LONG_RUN, Network
+from planner.search.exact.network import Network
 from planner.search.exact.sizes import has_tables
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
 from planner.search.paths import check_path, external_path, splits_of
@@ -80,7 +80,7 @@ class SearchSpace:
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
-        self.network = Network(self.resolved.spec, shortest=1 if backend.strided else LONG_RUN)
+        self.network = Network(self.resolved.spec, keeps_order=backend.strided)
         plain = not self.resolved.spec.gathers
         self.fused = tuple(plain and backend.fuses_cast(o.dtype, self.dtype) for o in self.operands)
         self.steps = self._steps_on(self.network)
@@ -339,7 +339,9 @@ class _TreeSearch:
         keeps = self.chooses or self.limits != NO_LIMITS
         fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
         work += self._more
-        few = self.space._steps_on(Network(self.space.resolved.spec, few=True, shortest=self.space.network.shortest))
+        few = self.space._steps_on(
+            Network(self.space.resolved.spec, few=True, keeps_order=self.space.network.keeps_order)
+        )
         sets = few.network.prepare(path)
         if not self.naive:
             for front in fronts:

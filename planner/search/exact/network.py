@@ -90,7 +90,7 @@ class Network:
         spec: a resolved spec.
         few: whether to leave out most combinations of statuses, for specs with many index arrays. Then a step changes
             the status of one factor, or of all.
-        shortest: runs of so many elements of an operand stay together as they are taken or added up.
+        keeps_order: whether what is taken or added up has its operand's order; else only if `LONG_RUN` asks for it.
 
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
@@ -98,8 +98,8 @@ class Network:
         result: the output's term, likewise.
     """
 
-    def __init__(self, spec: Spec, few: bool = False, shortest: int = 1) -> None:
-        self.few, self.shortest = few, shortest
+    def __init__(self, spec: Spec, few: bool = False, keeps_order: bool = False) -> None:
+        self.few, self.keeps_order = few, keeps_order
         gathers = spec.gathers
         pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = {**spec.by_axis, **{pool: spec.size(gather) for gather, pool in pools.items()}}
@@ -236,9 +236,9 @@ class Network:
     def value_term(self, value: Value) -> tuple[str, ...]:
         """Return the axes of a value in the network's order; those of the whole product in the result's.
 
-        What is taken from an operand, or added up, has the operand's order, with the row axes in the place of the pool
-        axis, so that it lies in memory as it is read. It has the network's order if the row axes come last, or if that
-        tears apart short runs only.
+        With `keeps_order`, what is taken from an operand, or added up, has the operand's order, with the row axes in
+        the place of the pool axis, unless they come last. Without it the order is kept only where another one would
+        tear apart runs of `LONG_RUN` elements or more.
         """
         axes = self.value_axes(value)
         order = self.term(axes)
@@ -247,8 +247,8 @@ class Network:
         if value.status != self.open and value.operands & (value.operands - 1) == 0:
             leaf = self._leaf_orders[value.operands.bit_length() - 1]
             own = tuple([axis for axis in leaf if axes & self._bit[axis]])
-            torn = own and (self.shortest == 1 or (own[-1] != order[-1] and self.sizes[own[-1]] >= self.shortest))
-            if torn and not self._bit[own[-1]] & self._factor_axes:
+            torn = own and own[-1] != order[-1] and self.sizes[own[-1]] >= LONG_RUN
+            if own and (self.keeps_order or torn) and not self._bit[own[-1]] & self._factor_axes:
                 return own
         return order
 
