@@ -116,7 +116,7 @@ def test_other_products_are_not_transposed(spec, a, b):
     ],
 )
 def test_few_terms_of_many_columns_go_the_other_way(spec, shapes, indices, lies, with_gradients):
-    """Without gradients only: those of the result come row-major. A result that is much larger than an operand is so, too."""
+    """Without gradients only: those of the result come row-major. So does a result much larger than an operand."""
     operands = [integers(*shape) for shape in shapes]
     found = planner.contract(spec, *operands, **indices)
     assert found.stride() == lies
