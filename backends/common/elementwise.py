@@ -78,7 +78,7 @@ def short_run_seconds(
 
 
 def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str | None) -> bool:
-    """Return whether a loop reads elements of some array that are no neighbours, one after the other.
+    """Return whether some array is strided along the innermost axis of a loop.
 
     Args:
         terms: the terms of the arrays.
@@ -86,10 +86,8 @@ def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: S
         spec: the spec, for the sizes of the axes.
         innermost: the innermost axis of the loop; None if it is that of an array.
     """
-    last = [neighbours(x, y, spec) for x, y in zip(terms, layouts or (None,) * len(terms), strict=True)]
+    lie = [(term, neighbours(term, x, spec)) for term, x in zip(terms, layouts or (None,) * len(terms), strict=True)]
     if innermost is not None:
-        return any(innermost in term and axis != innermost for term, axis in zip(terms, last, strict=True))
+        return any(innermost in term and last != innermost for term, last in lie)
     # Of two arrays that both have the last axis of the other, one is strided.
-    return any(
-        x != y and x in b and y in a for x, a in zip(last, terms, strict=True) for y, b in zip(last, terms, strict=True)
-    )
+    return any(x != y and x in b and y in a for a, x in lie for b, y in lie)

@@ -134,14 +134,16 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             counted = product_copies(form, spec, layouts)
             rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
-    if kind in ("multiply", "sum") and device.kind == "cpu":
-        order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
-        if kind == "multiply" and len({*terms}) == 1 and not any(op.layouts or ()):
-            order = terms[0]  # the result lies as both operands do
-        if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
-            order = tuple(order[d] for run in op.layouts[0].runs for d in run)
-        layouts = (op.layouts or ()) if kind == "multiply" else ()
-        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec, device, layouts)))
+    layouts = op.layouts or ()
+    if kind == "multiply" and device.kind == "cpu":
+        alike = len({*spec.inputs}) == 1 and not any(layouts)  # the result lies as both operands do
+        order = term_axes(spec.inputs[0] if alike else spec.output)
+        parts.append(Work(seconds=short_run_seconds(order, spec.inputs, spec, device, layouts)))
+    if kind == "sum" and device.kind == "cpu":
+        (term,) = spec.inputs
+        if layouts and layouts[0]:  # the loop follows the memory order of the operand
+            term = tuple(term[d] for run in layouts[0].runs for d in run)
+        parts.append(Work(seconds=short_run_seconds(term_axes(term), [spec.output], spec, device)))
     if kind in ("matmul", "multiply"):
         return parts
     if kind == "take, multiply, add" and device.kind == "cpu":

@@ -383,8 +383,9 @@ def _ragged_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     # All sorted rows, and their products in float32 and rounded.
     scratch = 4 * (n + g + 1) + jax_grouping.scratch_bytes(n, g) + n * i * (size * (j + k) + 4 * k)
     first, *rest = _grouped_work(op, form, device)
-    matrices = g * j * k * size * is_turned(op, form)
-    return [first._replace(scratch=scratch), *rest, Work.of_copies(matrices)]
+    # On Hopper `_grouped_work` counts the copy of turned matrices.
+    copied = g * j * k * size if is_turned(op, form) and device.capability != 90 else 0
+    return [first._replace(scratch=scratch), *rest, Work.of_copies(copied)]
 
 
 def _ragged_row(kernels: Kernels) -> Implementation:

@@ -164,8 +164,7 @@ def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int, turned: bool
 
     Columns, and the rows of matrices, are padded with zeros to multiples of 64, in a copy if they are not multiples
     already. Gradients transpose the matrices, unless they are turned, and sums transpose their first factor: the rows,
-    or the results if the matrices are turned. Tiles are counted twice: once as taken, and
-    once as padded.
+    or the results if the matrices are turned. Tiles are counted twice: once as taken, and once as padded.
     """
     n, i, g, j, k = form.sizes
     wide_j, wide_k = (-(-x // 64) * 64 for x in (j, k))

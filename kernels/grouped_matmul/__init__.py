@@ -15,7 +15,7 @@ What the arguments are:
 - `groups` says which of the N rows belong to which group (`kernels/grouping`). A dropped row belongs to no group.
 - `source` is `(N,)` with values in `[0, Na)`. Without it, s(r) is r. `source_a` and `source_b` are the sources in `a`
   and in `b`.
-- `turned`, which the modules for JAX take: `c`, and its gradient, are `(G, K, J)`. Nobody transposes them then.
+- `turned`, which only the modules for JAX take, says that `c` and its gradient are `(G, K, J)`.
 - `target` is `(N,)` with values in `[0, targets]`: row r is added to `out[target[r]]`, and the value `targets` drops
   it. Without it, row r is `out[r]`. `target` and `targets` go together.
 

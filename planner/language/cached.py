@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from functools import cached_property as cached_property
 else:
 
-    class cached_property(functools.cached_property):  # noqa: N801
+    class CachedProperty(functools.cached_property):
         """A property that is computed once for each object, without a lock.
 
         Before Python 3.12 that of `functools` holds a lock for all objects of a class while it computes. If a process
@@ -43,6 +43,8 @@ else:
                 return self
             value = instance.__dict__[self.attrname] = self.func(instance)
             return value
+
+    cached_property = CachedProperty
 
 
 def enter(cache: dict[Any, Any], key: Any, value: Any, most: int) -> list[Any]:

@@ -92,7 +92,7 @@ def product_form(spec: Spec) -> ProductForm | None:
     shared = (a, b)[1 - larger if is_copied[larger] and not is_copied[1 - larger] else larger]
     left, right = (
         out if counts[2] > count * (1 if copied else _MUCH_LARGER) else own
-        for own, count, copied in zip((a, b), counts, is_copied, strict=False)
+        for own, count, copied in zip((a, b), counts[:2], is_copied, strict=True)
     )
     groups = (
         tuple([axis for axis in shared if axis in set_a and axis in set_b and axis in set_out]),

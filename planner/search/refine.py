@@ -121,7 +121,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
             # The same products, of rows that are taken before. Prices of the two rows differ.
             takes_first = is_stock and tree != best.tree and merge_takes(tree) == best.tree
             seconds = min(found.cost.seconds, best.cost.seconds) if takes_first else found.cost.seconds
-            part = 0.0  # of the least time, that it may take
+            part = 0.0  # it may take this part of the least time
             if keeps_within(found.cost, most):
                 part = 1.0 if gathers else _WORTH_A_FUNCTION
             elif is_einsum and not gathers:
