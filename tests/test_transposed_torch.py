@@ -163,7 +163,7 @@ def products(draw):
     sizes |= {"n": draw(st.integers(2, 7)), "k": draw(st.integers(20, 60))}
     terms = ["".join(draw(st.permutations(batch + free + summed))) for free in (left, right)]
     out = "".join(draw(st.permutations(batch + left + right)))
-    orders = [draw(st.permutations(range(len(term)))) for term in terms]
+    orders = [draw(st.just(range(len(term))) | st.permutations(range(len(term)))) for term in terms]
     return f"{','.join(terms)}->{out}", [tuple(sizes[e] for e in term) for term in terms], orders
 
 
@@ -185,7 +185,7 @@ def test_the_row_computes_what_the_stock_evaluation_does_and_lies_as_it_says():
 
     given(products(), st.booleans())(agree)()
     agree(("za,zn->an", [(2, 2**14), (2, 2)], [(1, 0), (0, 1)]), True)
-    assert sum(ran) >= len(ran) / 25
+    assert sum(ran) >= len(ran) / 20
 
 
 def test_plans_hold_and_retain_what_they_say():
