@@ -155,15 +155,18 @@ def test_other_dtypes_are_priced_as_they_were(dtype):
 
 
 @st.composite
-def products(draw):
-    """A product with few columns, and the orders in which its operands lie in memory."""
+def products(draw, straight=False):
+    """A product with few columns, and the orders in which its operands lie in memory: half row-major if `straight`."""
     batch, left = draw(st.sampled_from(["", "z", "zy"])), draw(st.sampled_from(["a", "ab"]))
     right, summed = draw(st.sampled_from(["n", "nm"])), draw(st.sampled_from(["k", "kl"]))
     sizes = {"z": 2, "y": 3, "a": draw(st.integers(64, 128)), "b": 2, "m": 2, "l": 3}
     sizes |= {"n": draw(st.integers(2, 7)), "k": draw(st.integers(20, 60))}
     terms = ["".join(draw(st.permutations(batch + free + summed))) for free in (left, right)]
     out = "".join(draw(st.permutations(batch + left + right)))
-    orders = [draw(st.just(range(len(term))) | st.permutations(range(len(term)))) for term in terms]
+    permuted = [st.permutations(range(len(term))) for term in terms]
+    orders = [
+        draw(st.just(range(len(x))) | order if straight else order) for x, order in zip(terms, permuted, strict=True)
+    ]
     return f"{','.join(terms)}->{out}", [tuple(sizes[e] for e in term) for term in terms], orders
 
 
@@ -183,7 +186,7 @@ def test_the_row_computes_what_the_stock_evaluation_does_and_lies_as_it_says():
             assert torch.equal(found, torch.einsum(spec, *operands))
             assert layout_of(found.shape, found.stride()) == (priced.layouts or (None,))[0]
 
-    given(products(), st.booleans())(agree)()
+    given(products(straight=True), st.booleans())(agree)()
     agree(("za,zn->an", [(2, 2**14), (2, 2)], [(1, 0), (0, 1)]), True)
     assert sum(ran) >= len(ran) / 20
 
