@@ -505,6 +505,15 @@ def test_negative_indices_are_read_by_native_calls(spec, shapes, monkeypatch):
         assert np.array_equal(planner.contract(spec, *operands, q=torch.tensor(index)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_negative_indices_of_any_type_take_the_bytes_of_one_copy(dtype):
+    operands, q = (integers(33, 33), integers(33)), torch.tensor([0] * 32 + [-1], dtype=dtype)
+    plan = planner.plan("q[i]k, k -> i", *operands, q=q)
+    plan(*operands, q=q)
+    measured = torch_memory(lambda: plan(*operands, q=q))[1]
+    assert measured.peak_bytes <= plan.cost.peak_bytes + 32  # the least and the greatest index, and numbers
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes"),
     [("zui,zv->zvi", [(2048, 16, 3), (2048, 16)]), ("nixw,jyw->nijxy", [(8, 16, 8, 8), (16, 8, 8)])],

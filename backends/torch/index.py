@@ -241,6 +241,17 @@ def _is_inside(raw: Tensor, size: int) -> bool:
     return int(low) >= 0 and int(high) < size
 
 
+def counted_from_start(values: Tensor, size: int, owned: bool) -> Tensor | None:
+    """Return indices in place of negative ones, which count from the end; None if an index is out of range.
+
+    One array is allocated at most: plans count no more. If they are `owned`, they are changed.
+    """
+    low, high = torch.aminmax(values)
+    if low < -size or high >= size:
+        return None
+    return (values.remainder_ if owned else values.remainder)(size)
+
+
 def _in_range_now(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
     if _is_inside(raw, size):
         return raw.clone()

@@ -32,7 +32,7 @@ from planner.backends.torch.contexts.modes import (
     watched,
 )
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.index import TorchIndex
+from planner.backends.torch.index import TorchIndex, counted_from_start
 from planner.backends.torch.ops import OPS, captured, dispatches, is_finite, is_recorded, unseen, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.language.cached import cached_by_step
@@ -329,8 +329,8 @@ class IndexedRun:
             with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
                 return self.native([*operands, found])
             with contextlib.suppress(IndexError, RuntimeError):
-                if self.wraps and not negative:
-                    result = self.native([*operands, self._found(given, indices, True)])
+                if self.wraps and not negative and (found := self._found(given, indices, True)) is not None:
+                    result = self.native([*operands, found])
                     self.negative = True
                     return result
             return self._otherwise(operands, indices)
@@ -373,12 +373,12 @@ class IndexedRun:
             q = indices[gather.array]
             if not (type(q) is Tensor and q.is_cpu and q.layout is torch.strided and q.numel()):
                 return None
-            if not (q.dtype is torch.int64 and q.is_contiguous()):
+            if is_copy := not (q.dtype is torch.int64 and q.is_contiguous()):
                 if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
                     return None
                 q = q.to(torch.int64, memory_format=torch.contiguous_format)
-            if negative:
-                q = torch.where((q < 0) & (q >= -size), q + size, q)
+            if negative and (q := counted_from_start(q, size, is_copy)) is None:
+                return None
             index[gather] = q if q.shape == shape else q.reshape(shape)
         return index
 
