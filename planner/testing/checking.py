@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, Verbosity, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
@@ -33,6 +33,8 @@ __all__ = ["Failure", "Report", "Verdict", "check"]
 AGREEMENT = "frameworks agree"
 # Checks run one at a time: they measure what calls allocate, and would measure each other's allocations.
 _ALONE = threading.Lock()
+# Which arguments a failure depends on is not shown: finding it out takes long.
+_PHASES = [phase for phase in Phase if phase is not Phase.explain]
 
 
 def check(
@@ -280,6 +282,7 @@ class _Task:
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             verbosity=Verbosity.quiet,
+            phases=_PHASES,
         )
         @given(self.problems(law, dtypes))
         def attempt(problem: Problem) -> None:
