@@ -105,6 +105,16 @@ def pytest_pyfunc_call(pyfuncitem):
     return _call_with_room(pyfuncitem)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_is_collected():
+    """A full collection in a test looks at what this file's tests made, not at all of torch, JAX and other tests.
+
+    After some thousand tests it took 3 s, and many tests collect.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Let tests that draw from torch's global generator see the same numbers, whichever tests ran before them."""
@@ -118,14 +128,6 @@ def disk(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_DISK", "on")
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def nothing_old_is_collected():
-    """Full collections look at what the test makes, not at all that tests before it left."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 hypothesis.settings.load_profile(PROFILE)

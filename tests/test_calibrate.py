@@ -30,7 +30,7 @@ STORED = dataclasses.replace(MEASURED, link_bandwidth=math.inf, link_seconds=0.0
 
 
 @pytest.fixture(autouse=True)
-def folder(nothing_old_is_collected, tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
     rates.load_rates.cache_clear()
     yield tmp_path

@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 @pytest.fixture(autouse=True)
-def without_pauses(monkeypatch, nothing_old_is_collected):
+def without_pauses(monkeypatch):
     """The figures are of no interest here, so nothing waits for the machine to come to rest."""
     monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", dict.fromkeys(FRAMEWORKS, 0.0))
     monkeypatch.setattr("planner.demo.runs._BETWEEN_SECONDS", 0.0)
