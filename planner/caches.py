@@ -7,11 +7,12 @@ import dataclasses
 from planner import api, members
 from planner.cost import store
 from planner.language.cached import BACKEND_CACHES, STEP_CACHES
+from planner.program.loops import slice_plan
 from planner.search import family
 
 # Bytes that an entry holds, measured with tracemalloc on products of two matrices, a chain of four and a gathered
 # product, which holds the most, with gradients, in torch 2.13 and CPython 3.11, 2026-11-24.
-BYTES = {"members": 2_500, "plans": 22_000, "families": 7_000, "bound": 20_000, "steps": 400}
+BYTES = {"members": 2_500, "plans": 22_000, "families": 7_000, "bound": 20_000, "steps": 400, "slices": 12_000}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Caches:
         families: plans that members of families share.
         bound: functions made of these plans, and in torch how calls of DTensors are divided.
         steps: what is known of single steps, as their prices.
+        slices: plans of slices, which searches for loops try again.
     """
 
     members: int
@@ -37,6 +39,7 @@ class Caches:
     families: int
     bound: int
     steps: int
+    slices: int
 
     @property
     def bytes(self) -> int:
@@ -49,7 +52,7 @@ class Caches:
         members.READERS.clear()
         members.BOUND.clear()
         family.FAMILIES.clear()
-        for cache in STEP_CACHES:
+        for cache in (*STEP_CACHES, slice_plan):
             cache.cache_clear()
         for entries in BACKEND_CACHES:
             entries.clear()
@@ -84,7 +87,9 @@ def caches() -> Caches:
         families          0    0.0 MB
         bound             0    0.0 MB
         steps             0    0.0 MB
+        slices            0    0.0 MB
     """
     steps = sum(cache.cache_info().currsize for cache in STEP_CACHES)
+    slices = slice_plan.cache_info().currsize
     alone, bound = len(api._ALONE), len(members.BOUND) + sum(map(len, BACKEND_CACHES))
-    return Caches(len(api._RUNNERS) - alone, alone, len(family.FAMILIES), bound, steps)
+    return Caches(len(api._RUNNERS) - alone, alone, len(family.FAMILIES), bound, steps, slices)

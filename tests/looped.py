@@ -3,8 +3,6 @@
 import dataclasses
 
 from planner.language.errors import PlannerError
-from planner.program.build import lowerer_for
-from planner.program.loops import device_in_loop
 from planner.search.parts import whole_part
 from planner.search.slicing import _loop_around, _price_tree
 from planner.search.space import SearchSpace
@@ -22,9 +20,8 @@ def make_loop(plan, axes, around=None):
         PlannerError: there can be no loop around that part.
     """
     space, key = SearchSpace(plan.contraction), plan.options.objective
-    lower = lowerer_for(space.backend, device_in_loop(space.device, space.backend), key)
     part = around or whole_part(plan.contraction, plan.tree)
-    looped = _price_tree(space, _loop_around(space, part, tuple(axes.items()), key, lower), space.lowerer(key))
+    looped = _price_tree(space, _loop_around(space, part, tuple(axes.items()), key), space.lowerer(key))
     if looped is None:
         raise PlannerError("values lie in another order than the loop expects")
     return dataclasses.replace(plan, tree=looped.tree, programs=looped.programs, proven=False, origin="sliced")

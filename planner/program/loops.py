@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost
@@ -230,7 +231,6 @@ def loop_over(
     tree: Tree,
     device: Device,
     objective: str,
-    lower: Lowerer | None = None,
 ) -> Loop:
     """Return a contraction as a loop over slices.
 
@@ -240,21 +240,28 @@ def loop_over(
         tree: a tree of the contraction, for these or other sizes.
         device: the rates at which the steps of a slice run, see `device_in_loop`.
         objective: by which of a step's figures implementations are chosen.
-        lower: what chooses them, if it is at hand.
     """
     options = Options(minimize=objective, precision=contraction.options.precision)
-    lower = lower or lowerer_for(contraction.backend, device, objective)
     tree, bodies = keep_nothing(tree), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
-        small = resize_tree(tree, part.resolved.spec.by_axis, part.gradient_strides)
-        programs = build(small, part, given_variables(part), lower, in_loop=True)
-        bodies.append(
-            PlanRecord.of_contraction(
-                part, tree=small, programs=programs, known_naive_cost=programs.cost, proven=False, origin="slice"
-            )
-        )
+        make = _make_slice_plan if load_backend(part.backend).table.has_changed else slice_plan
+        bodies.append(make(part, tree))
     return Loop(contraction.resolved.spec, contraction.dtype, axes=tuple(axes), bodies=tuple(bodies))
+
+
+def _make_slice_plan(part: Contraction, tree: Tree) -> PlanRecord:
+    """Return the plan of a slice, by a tree for any sizes."""
+    lower = lowerer_for(part.backend, part.device, part.options.objective)
+    small = resize_tree(tree, part.resolved.spec.by_axis, part.gradient_strides)
+    programs = build(small, part, given_variables(part), lower, in_loop=True)
+    return PlanRecord.of_contraction(
+        part, tree=small, programs=programs, known_naive_cost=programs.cost, proven=False, origin="slice"
+    )
+
+
+# Searches for loops, and searches under other limits, try the same slices again and again.
+slice_plan = lru_cache(maxsize=512)(_make_slice_plan)
 
 
 def loop_node(loop: Loop, children: Sequence[Tree] = ()) -> Node:
@@ -266,9 +273,10 @@ def loop_node(loop: Loop, children: Sequence[Tree] = ()) -> Node:
 
 def loop_layouts(loop: Loop) -> tuple[Layout | None, ...]:
     """Return the layouts of the output gradient and of the inputs that the slices of a loop were planned for."""
-    whole = slice_of(loop.body.contraction, loop.spec.by_axis)
-    gradient = layout_of(loop.spec.output_shape, whole.gradient_strides)
-    return gradient, *(variable.layout for variable in given_variables(whole))
+    spec, body = loop.spec, loop.body
+    strides = [o.strides for o in body.operands] if load_backend(body.backend).strided else [None] * len(spec.inputs)
+    arrays = zip((spec.output, *spec.inputs), (body.gradient_strides, *strides), strict=True)
+    return tuple([layout_of(spec.shape(term), lies) for term, lies in arrays])
 
 
 def lie_as_expected(programs: Programs) -> bool:

@@ -15,7 +15,7 @@ from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec, term_axes
-from planner.program.build import Lowerer, lowerer_for
+from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.loops import (
     Axes,
@@ -122,9 +122,7 @@ class _LoopSearch:
         self.searches = not self.large
         if self.large:
             self.steps_left //= LARGE_SHARE
-        keys = ("time", "peak") if options.limited or options.minimize in ("peak", "retained") else ("time",)
-        device = device_in_loop(space.device, space.backend)
-        self.lowerers = {key: lowerer_for(space.backend, device, key) for key in keys}
+        self.keys = ("time", "peak") if options.limited or options.minimize in ("peak", "retained") else ("time",)
 
     def around_parts(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield candidates with loops around parts of their trees: with one, then with one more in the best, and so on.
@@ -277,8 +275,8 @@ class _LoopSearch:
 
     def _price_parts(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         for candidate in {candidate.tree: candidate for candidate in candidates}.values():
-            for key, lower in self.lowerers.items():
-                loop = partial(_loop_around, self.space, key=key, lower=lower)
+            for key in self.keys:
+                loop = partial(_loop_around, self.space, key=key)
                 for sizes, looped in _with_loops(self.space.contraction, candidate.tree, loop):
                     larger: Candidate | None = None
                     for size in sizes:
@@ -306,8 +304,8 @@ class _LoopSearch:
             steps *= 4
         priced = []
         for tree in trees:
-            for key, lower in self.lowerers.items():
-                looped = _loop_around(self.space, whole_part(self.space.contraction, tree), axes, key, lower)
+            for key in self.keys:
+                looped = _loop_around(self.space, whole_part(self.space.contraction, tree), axes, key)
                 candidate = _price_tree(self.space, looped, self.space.lowerer(key))
                 assert candidate is not None
                 priced.append(candidate)
@@ -393,7 +391,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_nothing(resize_tree(tree, whole)) for tree in trees]
 
 
-def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower: Lowerer) -> Tree:
+def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str) -> Tree:
     """Return a tree with a loop around a part of it.
 
     Args:
@@ -401,9 +399,8 @@ def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower
         part: what the loop goes around.
         axes: the axes that are cut and their slices' sizes.
         key: names the objective by which the steps of slices are chosen.
-        lower: what chooses these.
     """
-    loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
+    loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key)
     return part.replaced(loop_node(loop, part.children))
 
 
