@@ -53,7 +53,7 @@ def slicings(draw, problem, most=2):
     return {axis: draw(st.integers(1, size - 1)) for axis, size in chosen}
 
 
-@settings(max_examples=examples(200, 2_000))
+@settings(max_examples=examples(120, 2_000))
 @given(st.data())
 def test_slices_tile_the_iteration_space(data):
     problem = data.draw(exact_problems())
@@ -101,7 +101,7 @@ def slice_by_slice(engine, problem):
 
 
 @in_each(
-    numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(16, 1_000), {"max_operands": 3})
+    numpy=(examples(120, 2_000), {}), torch=(examples(120, 2_000), {}), jax=(examples(10, 1_000), {"max_operands": 3})
 )
 def test_values_and_gradients_slice_by_slice(engine, sample):
     count, small = sample
@@ -259,7 +259,7 @@ def in_parts_and_nested(engine, problem):
     return values_and_gradients(engine, problem, call)
 
 
-@in_each(numpy=(examples(150, 2_000), 5), torch=(examples(150, 2_000), 5), jax=(examples(20, 1_000), 4))
+@in_each(numpy=(examples(80, 2_000), 5), torch=(examples(80, 2_000), 5), jax=(examples(12, 1_000), 4))
 def test_values_and_gradients_of_loops_around_parts_and_in_loops(engine, sample):
     count, most = sample
 
@@ -388,7 +388,7 @@ CHAIN_IJKL = WORKLOADS["chain-ijkl"].cpu()
     [
         (*TOP_TWO, ("memory_limit",), {"backend": "torch", "e": (4096, 2)}),
         (CHAIN_IJKL.spec, needing_gradients(*CHAIN_IJKL.shapes), ("memory_limit",), {"backend": "torch"}),
-        *map(network, range(examples(8, 40))),
+        *map(network, range(examples(5, 40))),
     ],
 )
 def test_a_wider_limit_never_makes_a_plan_slower(spec, operands, names, options):

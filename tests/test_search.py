@@ -161,7 +161,7 @@ SPECIAL_CASES = [
 
 @pytest.mark.parametrize(
     ("backend", "count", "most_trees"),
-    [("numpy", examples(100, 1000), MOST_TREES), ("torch", examples(30, 300), MOST_TREES // 3)],
+    [("numpy", examples(100, 1000), MOST_TREES), ("torch", examples(20, 300), MOST_TREES // 3)],
 )
 def test_search_finds_the_least_of_all_trees(backend, count, most_trees):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
@@ -256,7 +256,7 @@ OVERLAP = Problem("q[a],,,->", ((5,), (), (), ()), indices={"q": ROWS[:5]}, requ
 
 
 @pytest.mark.parametrize(
-    ("backend", "count", "most_nodes"), [("numpy", examples(200, 2000), 5), ("torch", examples(30, 300), 4)]
+    ("backend", "count", "most_nodes"), [("numpy", examples(120, 2000), 5), ("torch", examples(20, 300), 4)]
 )
 def test_scores_are_the_costs_of_the_programs(backend, count, most_nodes):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
@@ -525,7 +525,7 @@ def simulated_peak(steps, variables, given, held, start):
     return peak
 
 
-@settings(max_examples=examples(200, 2000))
+@settings(max_examples=examples(120, 2000))
 @given(networks(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_liveness_is_that_of_a_simulated_allocator(case, objective, random):
     problem = space_of(case)
@@ -617,7 +617,7 @@ def test_splits_of_a_path_have_the_lowest_operand_first(step):
     assert all(left & -left < right & -right for left, right in found)
 
 
-@settings(max_examples=examples(100, 500))
+@settings(max_examples=examples(60, 500))
 # The search ends near the best possible; the best tree of its path is 0.1% faster.
 @example(Problem("q[a] a, a -> ", ((2, 1), (1,)), indices={"q": np.array([0])}), "time")
 @given(networks(), st.sampled_from(OBJECTIVES))

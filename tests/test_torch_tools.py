@@ -93,7 +93,7 @@ def test_flops_are_those_of_the_plan(name):
         assert cold == warm == expected
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(40, 2_000))
 @given(problems(gathers=False, without=("scatter",), strided=None))
 def test_flops_of_native_calls_are_those_of_the_plan(problem):
     """Torch counts its own products where a plan runs as native calls, and goes backward through them itself."""
@@ -338,7 +338,7 @@ def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
 # -- hooks on saved tensors ------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(120, 4_000))
+@settings(max_examples=examples(70, 4_000))
 @given(
     st.sampled_from([("float32",), ("float64", "bfloat16", "int32", "complex64")]).flatmap(
         lambda dtypes: problems(index_modes=("raise", "drop", "clip"), strided=None, dtypes=dtypes, mixed_dtypes=True)

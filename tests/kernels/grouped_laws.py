@@ -359,24 +359,24 @@ JAX_LAYOUTS = ("plain", "columns")
 FEW = st.sampled_from([0, 1, 7, 16, 40, 64, 65])
 KERNELS = (
     Kernels(
-        "torch", ("torch",), examples=(150, 1000), open=_torch, problems=problems(_sizes(
+        "torch", ("torch",), examples=(80, 1000), open=_torch, problems=problems(_sizes(
             st.integers(0, 40), st.integers(0, 3), st.integers(0, 5), st.integers(0, 5),
             ("float32", "float64", "bfloat16", "float16", "int64", "int32", "complex64"),
         ), LAYOUTS),
     ),
     Kernels(
-        "torch, grouped_mm", ("torch",), examples=(60, 600), maps=False, problems=problems(_sizes(
+        "torch, grouped_mm", ("torch",), examples=(40, 600), maps=False, problems=problems(_sizes(
             st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 16, 40]), st.sampled_from([8, 24]),
             ("bfloat16",), shared=False,
         ), ("plain", "columns")),
         open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.torch_grouped_mm")),
     ),
     Kernels(
-        "Triton", ("torch", "triton"), examples=(25, 200), open=_triton, half="float16",
+        "Triton", ("torch", "triton"), examples=(15, 200), open=_triton, half="float16",
         problems=problems(_sizes(st.integers(1, 6), st.integers(0, 3), FEW, FEW, ("float32", "float64")), LAYOUTS),
     ),
     Kernels(
-        "JAX", ("jax",), examples=(40, 200),
+        "JAX", ("jax",), examples=(25, 200),
         open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped")),
         problems=problems(JAX_PROBLEMS, JAX_LAYOUTS),
     ),
