@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 if not torch.backends.mkl.is_available():  # what is slow elsewhere has not been measured
     pytest.skip("products are only transposed for MKL", allow_module_level=True)
 
+from planner.backends.torch import transposed  # noqa: E402
 from planner.backends.torch.eager import compile_native, standins_of  # noqa: E402
 from planner.backends.torch.transposed import TRANSPOSED  # noqa: E402
 
@@ -264,3 +265,53 @@ def test_vectors_without_unit_strides_are_copied_at_once():
     found, measured = torch_memory(lambda: planner.contract("hak,kh->ha", a, b))
     assert measured.peak_bytes == plan.cost.peak_bytes == found.nbytes + b.nbytes
     assert torch.equal(found, torch.einsum("hak,kh->ha", a, b))
+
+
+@pytest.mark.parametrize("amd", [True, False])
+@pytest.mark.parametrize(
+    ("spec", "a", "b"), [("ijk,zij->zk", (3, 3, 5), (1024, 3, 3)), ("zk,kn->zn", (512, 9), (9, 4))]
+)
+def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b, amd, monkeypatch):
+    monkeypatch.setattr(transposed, "_is_amd", lambda: amd)
+    planner.caches().clear()
+    operands = [integers(*a), integers(*b)]
+    (shapes,), _ = shapes_of_products(lambda: planner.contract(spec, *operands))
+    assert (shapes[0][-2] < shapes[1][-1]) == amd
+    assert torch.equal(planner.contract(spec, *operands), torch.einsum(spec, *operands))
+    planner.caches().clear()
+
+
+@st.composite
+def outer_products(draw):
+    """An outer product whose output has the axes of both operands by turns, and the orders in which operands lie."""
+    terms = [draw(st.sampled_from(["a", "ab", "abc"])), draw(st.sampled_from(["x", "xy"]))]
+    out, short = "".join(draw(st.permutations("".join(terms)))), st.integers(1, 5)
+    sizes = {axis: draw(st.sampled_from([1, 16, 40]) if axis in "ax" else short) for axis in out}
+    orders = [draw(st.just(range(len(x))) | st.permutations(range(len(x)))) for x in terms]
+    return f"{','.join(terms)}->{out}", [tuple(sizes[e] for e in term) for term in terms], orders
+
+
+def test_outer_products_lie_so_that_runs_are_long_but_not_those_of_einsum():
+    turned = []
+
+    def agree(case, grad):
+        spec, shapes, orders = case
+        operands = [stored(integers(*shape), list(order)) for shape, order in zip(shapes, orders, strict=True)]
+        operands = [x.requires_grad_(grad) for x in operands]
+        expected = torch.einsum(spec, *operands)
+        for _ in range(2):  # cold and warm
+            found, own = planner.contract(spec, *operands), planner.einsum(spec, *operands)
+            assert torch.equal(found, expected)
+            assert torch.equal(own, expected)
+            assert own.is_contiguous() or not expected.is_contiguous()
+        turned.append(found.stride() != expected.stride())
+
+    given(outer_products(), st.booleans())(agree)()
+    assert sum(turned) >= len(turned) / 10
+
+
+def test_the_last_step_of_a_chain_is_an_outer_product_with_long_runs():
+    operands = [integers(3, 3, 5), integers(8, 8), integers(128, 4, 3)]
+    result = planner.contract("ijk,uw,zvj->zuiwk", *operands)
+    assert torch.equal(result, torch.einsum("ijk,uw,zvj->zuiwk", *operands))
+    assert not result.is_contiguous()

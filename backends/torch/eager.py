@@ -39,7 +39,7 @@ from planner.backends.torch.products import (
     summed_product,
 )
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, has_few_terms, native_transposed, result_ops
+from planner.backends.torch.transposed import TRANSPOSED, last_product, native_transposed, outer_product, result_ops
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
@@ -140,11 +140,9 @@ def compile_native(
 
 def standins_of(contraction: Contraction) -> list[Strided]:
     """Return stand-ins of the operands without their broadcast dimensions."""
-    standins = []
-    for o, shape in zip(contraction.operands, contraction.resolved.shapes, strict=True):
-        x = Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad)
-        standins.append(x if shape == o.shape else x.reshape(shape))
-    return standins
+    operands = contraction.operands
+    lie = [Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad) for o in operands]
+    return [x if s == x.shape else x.reshape(s) for x, s in zip(lie, contraction.resolved.shapes, strict=True)]
 
 
 def kept_copies(
@@ -337,15 +335,16 @@ class _Compiler:
                 return None
             if self.tries:
                 return _no_run, result
-            # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
-            if root and not recorded and self.on_cpu and len(spec.axes) == 3 and has_few_terms(op):
-                return result_ops(op.dtype).product(form, spec), result
+            if root and not recorded and self.on_cpu and (last := last_product(op, standins)) is not None:
+                return last, result
             calls = self._einsum(spec, standins) if recorded and (has_short_sums(form) or has_vectors(form)) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
+            if root and self.on_cpu and (outer := outer_product(op, standins)) is not None:
+                return outer
             form = known_product(spec)
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
             by_einsum = not recorded and len(spec.axes) <= MOST_LETTERS
