@@ -505,13 +505,16 @@ def test_negative_indices_are_read_by_native_calls(spec, shapes, monkeypatch):
         assert np.array_equal(planner.contract(spec, *operands, q=torch.tensor(index)), expected)
 
 
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
-def test_negative_indices_of_any_type_take_the_bytes_of_one_copy(dtype):
-    operands, q = (integers(33, 33), integers(33)), torch.tensor([0] * 32 + [-1], dtype=dtype)
+def test_negative_indices_of_any_type_take_the_bytes_of_one_copy_and_stay(dtype, strided):
+    operands, whole = (integers(33, 33), integers(33)), torch.tensor([0] * 65 + [-1], dtype=dtype)
+    q, before = whole[1::2] if strided else whole[33:], whole.clone()
     plan = planner.plan("q[i]k, k -> i", *operands, q=q)
     plan(*operands, q=q)
     measured = torch_memory(lambda: plan(*operands, q=q))[1]
     assert measured.peak_bytes <= plan.cost.peak_bytes + 32  # the least and the greatest index, and numbers
+    assert torch.equal(whole, before)
 
 
 @pytest.mark.parametrize(

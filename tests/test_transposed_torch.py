@@ -269,16 +269,42 @@ def test_vectors_without_unit_strides_are_copied_at_once():
 
 @pytest.mark.parametrize("amd", [True, False])
 @pytest.mark.parametrize(
-    ("spec", "a", "b"), [("ijk,zij->zk", (3, 3, 5), (1024, 3, 3)), ("zk,kn->zn", (512, 9), (9, 4))]
+    ("spec", "a", "b", "turns"),
+    [
+        ("ijk,zuij->zk", (3, 3, 5), (1024, 2, 3, 3), True),
+        ("ijk,zuvij->zvk", (3, 3, 5), (64, 2, 8, 3, 3), True),
+        ("kn,zuk->zn", (8, 8), (512, 2, 8), True),
+        ("kn,zuk->zn", (7, 8), (512, 2, 7), False),  # too few elements
+        ("kn,zuk->zn", (8, 9), (2048, 2, 8), False),  # too many columns
+        ("kn,zuk->zn", (33, 4), (2048, 2, 33), False),  # too many terms
+        ("bkn,bzuk->bzn", (2, 8, 8), (2, 2048, 2, 8), False),  # a batch
+        ("kn,kuz->zn", (8, 8), (8, 2, 2048), True),  # the rows lie as columns
+        ("kn,zk->zn", (8, 8), (2048, 8), False),  # einsum's result is row-major
+    ],
 )
-def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b, amd, monkeypatch):
+def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b, turns, amd, monkeypatch):
     monkeypatch.setattr(transposed, "_is_amd", lambda: amd)
     planner.caches().clear()
     operands = [integers(*a), integers(*b)]
     (shapes,), _ = shapes_of_products(lambda: planner.contract(spec, *operands))
-    assert (shapes[0][-2] < shapes[1][-1]) == amd
+    assert (shapes[0][-2] < shapes[1][-1]) == (turns and (amd or "kuz" in spec))
     assert torch.equal(planner.contract(spec, *operands), torch.einsum(spec, *operands))
     planner.caches().clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "a", "b"), [("bmk,bk->bm", (64, 128, 16), (64, 16)), ("bkm,bk->bm", (8, 64, 64), (8, 64))]
+)
+def test_vectors_of_a_batch_are_rows_where_autograd_records_the_product(spec, a, b):
+    operands = [integers(*a, grad=True), integers(*b, grad=True)]
+    planner.contract(spec, *operands)
+    (shapes,), found = shapes_of_products(lambda: planner.contract(spec, *operands))
+    assert shapes[0][1] == 1
+    expected = torch.einsum(spec, *operands)
+    cotangent = integers(*expected.shape)
+    ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, ours, theirs))
 
 
 @st.composite
@@ -303,7 +329,7 @@ def test_outer_products_lie_so_that_runs_are_long_but_not_those_of_einsum():
             found, own = planner.contract(spec, *operands), planner.einsum(spec, *operands)
             assert torch.equal(found, expected)
             assert torch.equal(own, expected)
-            assert own.is_contiguous() or not expected.is_contiguous()
+            assert own.stride() == expected.stride()
         turned.append(found.stride() != expected.stride())
 
     given(outer_products(), st.booleans())(agree)()

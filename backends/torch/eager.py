@@ -335,7 +335,7 @@ class _Compiler:
                 return None
             if self.tries:
                 return _no_run, result
-            if root and not recorded and self.on_cpu and (last := last_product(op, standins)) is not None:
+            if root and not recorded and self.on_cpu and (last := last_product(op, standins, self.operands)):
                 return last, result
             calls = self._einsum(spec, standins) if recorded and (has_short_sums(form) or has_vectors(form)) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)

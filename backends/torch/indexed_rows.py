@@ -373,11 +373,12 @@ class IndexedRun:
             q = indices[gather.array]
             if not (type(q) is Tensor and q.is_cpu and q.layout is torch.strided and q.numel()):
                 return None
-            if is_copy := not (q.dtype is torch.int64 and q.is_contiguous()):
+            raw = q
+            if not (q.dtype is torch.int64 and q.is_contiguous()):
                 if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
                     return None
-                q = q.to(torch.int64, memory_format=torch.contiguous_format)
-            if negative and (q := counted_from_start(q, size, is_copy)) is None:
+                q = q.long().contiguous()  # `to` with a memory format may return a strided array as it is
+            if negative and (q := counted_from_start(q, size, owned=q is not raw)) is None:
                 return None
             index[gather] = q if q.shape == shape else q.reshape(shape)
         return index

@@ -45,11 +45,11 @@ LEAST_ELEMENTS = 2**14
 # Up to how many terms a sum has few.
 # From how many rows and elements on a result is large: an Intel Xeon computes smaller ones faster as they are.
 _MOST_TERMS, _LEAST_ROWS, _LARGE_RESULT = 9, 64, 2**17
-# Up to how many columns and terms, and from how many elements of the operand with the rows on, a product whose rows
-# lie as rows is transposed, see `is_faster_on_amd`.
+# A product whose rows lie as rows is transposed if it has at most so many columns and terms, and so many elements in
+# the operand with the rows; see `is_faster_on_amd`.
 _MOST_COLUMNS, _MOST_ROW_TERMS, _LEAST_ROW_ELEMENTS = 8, 32, 2**12
-# How long runs of an outer product are short, how many times as long those are for which it is viewed otherwise, and
-# from how many elements on that saves more than the view takes.
+# An outer product gets another order of axes if its runs have at most so many elements, if the larger operand has so
+# many times as many, and if the result has so many: then that saves more than the view takes.
 _SHORT_RUN, _MUCH_LONGER, _LEAST_OUTER = 16, 4, 2**10
 _HAS_MKL = torch.backends.mkl.is_available()
 
@@ -185,7 +185,7 @@ def is_faster_on_amd(op: Op) -> bool:
 
 @lru_cache
 def _is_amd() -> bool:
-    """Whether this machine's processor is AMD's, as far as the system tells."""
+    """Whether this machine's processor is AMD's, as far as the system tells. Two models of EPYC were measured."""
     return bool(re.search(r"\bAMD\b|AuthenticAMD", cpu_name()))
 
 
@@ -233,38 +233,39 @@ def _native_calls(op: Op, transposed: Spec) -> Product:
     if len(transposed.axes) > MOST_LETTERS or 1 in transposed.by_axis.values():
         return _product(op)
     form, output = known_product(transposed), term_axes(transposed.output)
-    call, dims = (
-        einsum_call(form, transposed, output, is_swapped(form, transposed)),
-        [*map(output.index, op.spec.output)],
-    )
+    call = einsum_call(form, transposed, output, is_swapped(form, transposed))
+    dims = [*map(output.index, op.spec.output)]
     return lambda a, b: call(a, b).permute(dims)
 
 
-def last_product(op: Op, standins: Sequence[Strided]) -> Product | None:
+def last_product(op: Op, standins: Sequence[Strided], operands: Sequence[Strided]) -> Product | None:
     """Return the native calls of a plan's last product, without gradients, if its transpose is faster; else None.
 
     Args:
         op: the step, without layouts.
         standins: stand-ins of the operands.
+        operands: those of the plan's operands.
     """
     # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
     if len(op.spec.axes) == 3 and has_few_terms(op):
         return _product(op)
     planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-    if not is_faster_on_amd(planned):
+    # A product of operands as they are runs as einsum's own, whose result is row-major.
+    is_single = all(any(x is operand for operand in operands) for x in standins)
+    if is_single or not is_faster_on_amd(planned):
         return None
     found = _transpose(planned)
     assert not isinstance(found, str)
-    return _native_calls(planned, found[0].spec)
+    return _product(planned) if len(op.spec.axes) == 3 else _native_calls(planned, found[0].spec)
 
 
 def outer_product(op: Op, standins: Sequence[Strided]) -> tuple[Product, Strided] | None:
     """Return the native calls of a plan's last step if it is an outer product with short runs, and their result.
 
-    Neighbours in the result are multiples of neighbours in one operand. Where the spec's output has axes of both by
-    turns, as in `ui, vj -> uvij`, that holds for short runs only. So the result has the axes of the larger operand
-    innermost, and is viewed in the order of the output. That takes a tenth of the time, or less: 28 us for 353, of 64 x
-    9 by 64 x 9 (one core of an AMD EPYC, torch 2.13, 2026-11-29).
+    Where the output has axes of both operands by turns, as in `ui, vj -> uvij`, torch's loop takes a few elements at a
+    time. So the result has the axes of the larger operand innermost, and is viewed in the order of the output. Of 64 x
+    9 by 64 x 9 that takes 28 us for 353 (one core of an AMD EPYC, torch 2.13, 2026-11-29). Runs are counted as if
+    operands were row-major.
 
     Args:
         op: the step, a product by element, without layouts.

@@ -105,6 +105,23 @@ def _by_einsum(spec: str) -> Callable[[RunPlan], RunPlan]:
     return finish
 
 
+def _as_einsum(spec: str | Spec) -> Callable[[RunPlan], RunPlan]:
+    """Return what makes a function that calls `torch.einsum`."""
+    einsum = sys.modules["torch"]._C._VariableFunctions.einsum
+    return lambda run: lambda operands, indices: einsum(spec, operands)
+
+
+def _is_own_outer(spec: str | Spec, operands: Sequence[Any]) -> bool:
+    """Whether a call is an outer product of two floating arrays, which planner may lay out otherwise than torch.
+
+    Then torch multiplies itself: programs may call `.view` on its result.
+    """
+    if len(operands) != 2 or not all(type(x) is sys.modules["torch"].Tensor for x in operands):
+        return False
+    dtypes = {x.dtype for x in operands}
+    return len(dtypes) == 1 and dtypes.pop().is_floating_point and _is_outer(spec, dims_of(operands))
+
+
 def _planned(
     spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Any, Callable[[RunPlan], RunPlan] | None]:
@@ -131,6 +148,8 @@ def _planned(
             operands = [_freed(spec, operands, n) for n in range(2)]
     elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec, dims_of(operands)):
         options = {**options, "dtype": "int64"}
+    if bare and spec is asked and _is_own_outer(spec, operands):
+        return sys.modules["torch"].einsum(spec, *operands), _as_einsum(spec)
     result = contract(spec, *operands, **options)
     if framework_of(result) != "torch":  # fx records the call
         return result, None
@@ -141,17 +160,12 @@ def _planned(
     if len(operands) == 2 and bare and isinstance(spec, str) and not _trains(operands):
         few = max(x.numel() for x in (*operands, result)) <= _MOST_COPIED
         by_matmul = operands[0].dtype == operands[1].dtype and load_backend("torch").ops.has_matmul(operands[0])
-        if unchanged and (
-            (few and by_matmul) or _is_outer(spec, dims_of(given))
-        ):  # a copy would take the memory of another result
+        if unchanged and few and by_matmul:
             finish = _by_einsum(spec)
             return finish(lambda *_: result)(operands, {}), finish
-        is_summed = has_private_sum(asked, dims_of(given)) or _is_summed(spec, *(tuple(x.shape) for x in operands))
-        if not (is_summed or _is_outer(spec, dims_of(given))):
+        if not (has_private_sum(asked, dims_of(given)) or _is_summed(spec, *(tuple(x.shape) for x in operands))):
             return result, finish
-    if not _is_row_major(asked, dims_of(given)) or (
-        bare and len(given) > 2 and not _is_theirs_contiguous(asked, given)
-    ):
+    if not _is_row_major(asked, dims_of(given)):
         return result, finish
     return result.contiguous(), finish and _in_row_major
 
@@ -372,29 +386,17 @@ def _written_out(spec: str | Spec, dims: tuple[int, ...]) -> Spec:
     return parsed
 
 
-def _is_theirs_contiguous(spec: str | Spec, operands: Sequence[Any]) -> bool:
-    """Whether the result of `torch.einsum` is row-major for operands that lie as these. No element is computed."""
-    torch = sys.modules["torch"]
-    with torch.no_grad():
-        lie = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
-        return bool(torch.einsum(spec, *lie).is_contiguous())
-
-
 @_of_constants
 def _is_row_major(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
 
     It sums an operand in the order of the output. Its product of two operands has the axes of both first, then those of
-    the left one, then those of the right one; or it multiplies the right one by the left one, if that is the order. An
-    outer product of arrays is row-major if they are, and if the output has the axes of each in their order.
+    the left one, then those of the right one; or it multiplies the right one by the left one, if that is the order.
     """
     parsed = _written_out(spec, dims)
     if len(parsed.inputs) > 2:
         return True  # its last product depends on a path
     left, right = parsed.inputs[0], parsed.inputs[-1]
-    if len(parsed.inputs) == 2 and not {*left} & {*right}:
-        in_order = [[axis for axis in parsed.output if axis in term] == [*term] for term in parsed.inputs]
-        return all(in_order) or (not parsed.arrays and _sums_one(parsed))
     if len(parsed.inputs) == 1 or set(left) & set(right) <= set(parsed.output):
         return not parsed.arrays and _sums_one(parsed)
     order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
@@ -405,8 +407,9 @@ def _is_row_major(spec: str | Spec, dims: tuple[int, ...]) -> bool:
 @_of_constants
 def _is_outer(spec: str | Spec, dims: tuple[int, ...]) -> bool:
     """Whether a spec of two operands is an outer product."""
-    first, second = _written_out(spec, dims).inputs
-    return not {*first} & {*second}
+    parsed = _written_out(spec, dims)
+    first, second = parsed.inputs
+    return not {*first} & {*second} and {*first, *second} == {*parsed.output}
 
 
 @_of_constants

@@ -50,6 +50,8 @@ _SLICE_SECONDS, _STEP_SECONDS = 4e-5, 2e-5
 # Seconds to read or write each contiguous stretch of memory in a slice. Slices of chain-ijkl along i have 4,800
 # stretches of 36 bytes in each of two operands: 47 ns each. Slices along j have 1,166, pages apart: 290 ns each.
 _STRETCH_SECONDS = 1.2e-7
+# The plans of slices of so many operands are remembered.
+_MOST_KNOWN = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,8 +247,8 @@ def loop_over(
     tree, bodies = keep_nothing(tree), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
-        make = _make_slice_plan if load_backend(part.backend).table.has_changed else slice_plan
-        bodies.append(make(part, tree))
+        known = len(part.operands) <= _MOST_KNOWN and not load_backend(part.backend).table.has_changed
+        bodies.append((slice_plan if known else _make_slice_plan)(part, tree))
     return Loop(contraction.resolved.spec, contraction.dtype, axes=tuple(axes), bodies=tuple(bodies))
 
 
@@ -260,7 +262,8 @@ def _make_slice_plan(part: Contraction, tree: Tree) -> PlanRecord:
     )
 
 
-# Searches for loops, and searches under other limits, try the same slices again and again.
+# Searches for loops, and searches under other limits, try the same slices again and again. Of chains of three the plan
+# of a slice holds 10 kB, of ten operands some 30.
 slice_plan = lru_cache(maxsize=512)(_make_slice_plan)
 
 
