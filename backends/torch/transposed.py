@@ -250,9 +250,10 @@ def last_product(op: Op, standins: Sequence[Strided], operands: Sequence[Strided
     if len(op.spec.axes) == 3 and has_few_terms(op):
         return _product(op)
     planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-    # A product of operands as they are runs as einsum's own, whose result is row-major.
+    # A product of operands as they are runs as einsum's own, whose result is row-major. If einsum sums an operand
+    # first, it may multiply the other way round.
     is_single = all(any(x is operand for operand in operands) for x in standins)
-    if is_single or not is_faster_on_amd(planned):
+    if len(operands) != 2 or is_single or not is_faster_on_amd(planned):
         return None
     found = _transpose(planned)
     assert not isinstance(found, str)
