@@ -307,6 +307,9 @@ def test_vectors_of_a_batch_are_rows_where_autograd_records_the_product(spec, a,
     assert all(map(torch.equal, ours, theirs))
 
 
+OUTER_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+
+
 @st.composite
 def outer_products(draw):
     """An outer product whose output has the axes of both operands by turns, and the orders in which operands lie."""
@@ -320,10 +323,12 @@ def outer_products(draw):
 def test_outer_products_lie_so_that_runs_are_long_but_not_those_of_einsum():
     turned = []
 
-    def agree(case, grad):
+    def agree(case, dtypes, kind):
         spec, shapes, orders = case
         operands = [stored(integers(*shape), list(order)) for shape, order in zip(shapes, orders, strict=True)]
-        operands = [x.requires_grad_(grad) for x in operands]
+        operands = [x.to(dtype) for x, dtype in zip(operands, dtypes, strict=True)]
+        if all(dtype.is_floating_point for dtype in dtypes):
+            operands = list(map(kind, operands))
         expected = torch.einsum(spec, *operands)
         for _ in range(2):  # cold and warm
             found, own = planner.contract(spec, *operands), planner.einsum(spec, *operands)
@@ -332,7 +337,9 @@ def test_outer_products_lie_so_that_runs_are_long_but_not_those_of_einsum():
             assert own.stride() == expected.stride()
         turned.append(found.stride() != expected.stride())
 
-    given(outer_products(), st.booleans())(agree)()
+    one, two = st.sampled_from(OUTER_DTYPES), st.tuples(*[st.sampled_from(OUTER_DTYPES)] * 2)
+    kinds = st.sampled_from([torch.Tensor.detach, torch.Tensor.requires_grad_, torch.nn.Parameter])
+    given(outer_products(), one.map(lambda dtype: (dtype, dtype)) | two, kinds)(agree)()
     assert sum(turned) >= len(turned) / 10
 
 

@@ -106,20 +106,19 @@ def _by_einsum(spec: str) -> Callable[[RunPlan], RunPlan]:
 
 
 def _as_einsum(spec: str | Spec) -> Callable[[RunPlan], RunPlan]:
-    """Return what makes a function that calls `torch.einsum`."""
+    """Return what makes a function that calls `torch.einsum`, also under a profiler: a plan's result would be copied."""
     einsum = sys.modules["torch"]._C._VariableFunctions.einsum
     return lambda run: lambda operands, indices: einsum(spec, operands)
 
 
 def _is_own_outer(spec: str | Spec, operands: Sequence[Any]) -> bool:
-    """Whether a call is an outer product of two floating arrays, which planner may lay out otherwise than torch.
+    """Whether a call is an outer product of two plain arrays, which planner may lay out otherwise than torch.
 
     Then torch multiplies itself: programs may call `.view` on its result.
     """
-    if len(operands) != 2 or not all(type(x) is sys.modules["torch"].Tensor for x in operands):
-        return False
-    dtypes = {x.dtype for x in operands}
-    return len(dtypes) == 1 and dtypes.pop().is_floating_point and _is_outer(spec, dims_of(operands))
+    torch = sys.modules["torch"]
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in operands)
+    return plain and len(operands) == 2 and _is_outer(spec, dims_of(operands))
 
 
 def _planned(
