@@ -50,7 +50,7 @@ _SLICE_SECONDS, _STEP_SECONDS = 4e-5, 2e-5
 # Seconds to read or write each contiguous stretch of memory in a slice. Slices of chain-ijkl along i have 4,800
 # stretches of 36 bytes in each of two operands: 47 ns each. Slices along j have 1,166, pages apart: 290 ns each.
 _STRETCH_SECONDS = 1.2e-7
-# The plans of slices of so many operands are remembered.
+# Plans of slices are remembered for at most so many operands: those of more take much memory.
 _MOST_KNOWN = 10
 
 
@@ -262,8 +262,8 @@ def _make_slice_plan(part: Contraction, tree: Tree) -> PlanRecord:
     )
 
 
-# Searches for loops, and searches under other limits, try the same slices again and again. Of chains of three the plan
-# of a slice holds 10 kB, of ten operands some 30.
+# Searches for loops, and searches under other limits, try the same slices again and again. The plan of a slice holds 10
+# kB for a chain of three, and 51 for a random network of 16 operands (tracemalloc, CPython 3.11, 2026-11-29).
 slice_plan = lru_cache(maxsize=512)(_make_slice_plan)
 
 
