@@ -106,7 +106,10 @@ def _by_einsum(spec: str) -> Callable[[RunPlan], RunPlan]:
 
 
 def _as_einsum(spec: str | Spec) -> Callable[[RunPlan], RunPlan]:
-    """Return what makes a function that calls `torch.einsum`, also under a profiler: a plan's result would be copied."""
+    """Return what makes a function that calls `torch.einsum`.
+
+    It does so for a profiler too, since the plan's result would be copied.
+    """
     einsum = sys.modules["torch"]._C._VariableFunctions.einsum
     return lambda run: lambda operands, indices: einsum(spec, operands)
 
