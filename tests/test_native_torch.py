@@ -271,13 +271,23 @@ def test_gradients_of_short_sums_are_those_of_einsum(spec, shapes):
         assert torch.equal(mine, theirs)
 
 
-def test_columns_of_a_batch_are_multiplied_as_rows():
-    operands = integers(8, 4, 32, 16), integers(8, 16)
-    planner.contract("bhnd,bd->bhn", *operands)
+@pytest.mark.parametrize(
+    ("spec", "shapes", "grad", "first"),
+    [
+        ("bhnd,bd->bhn", [(8, 4, 32, 16), (8, 16)], False, [8, 1, 16]),
+        ("bhnd,bd->bhn", [(8, 4, 32, 16), (8, 16)], True, [8, 1, 16]),
+        ("bnd,nd->bn", [(64, 32, 16), (32, 16)], False, [32, 1, 16]),
+        # The output's gradient would lie such that a product with it takes much longer.
+        ("bnd,nd->bn", [(64, 32, 16), (32, 16)], True, [32, 64, 16]),
+    ],
+)
+def test_vectors_of_a_batch_are_multiplied_as_rows(spec, shapes, grad, first):
+    operands = [integers(*shape, grad=grad) for shape in shapes]
+    planner.contract(spec, *operands)
     with torch.profiler.profile(record_shapes=True) as recorded:
-        found = planner.contract("bhnd,bd->bhn", *operands)
-    assert [event.input_shapes[0] for event in recorded.events() if event.name == "aten::bmm"] == [[8, 1, 16]]
-    assert torch.equal(found, torch.einsum("bhnd,bd->bhn", *operands))
+        found = planner.contract(spec, *operands)
+    assert [event.input_shapes[0] for event in recorded.events() if event.name == "aten::bmm"] == [first]
+    assert torch.equal(found, torch.einsum(spec, *operands))
 
 
 def test_summed_axes_that_lie_in_two_orders_copy_the_smaller_operand():

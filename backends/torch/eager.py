@@ -389,16 +389,17 @@ class _Compiler:
         It takes less time than three calls that make views, but autograd records more of it. There it is of use if
         matrices lack unit strides, because it does not keep the copies that `bmm` makes of them; or for short sums and
         batched vectors, because one of two gradients of `mm` at least, and of `bmm` one, is a product with few columns.
-        It multiplies [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order
-        of the output, or of their letters if they are summed. So the letters are chosen, and the operands swapped, as
-        the stock evaluation orders axes. Vectors come first: 64 x 128 x 16 by 64 x 16 takes 191 us with gradients, 458
-        otherwise (AMD EPYC, 2026-11-29). Without gradients groups of another order than the output's are permuted.
+        It multiplies [batch, left, contracted] by [batch, contracted, right]; the axes of a group have the order of the
+        output, or of their letters. So the letters are chosen, and the operands swapped, as the stock evaluation orders
+        axes. Vectors come first: 64 x 128 x 16 by 64 x 16 takes 191 us for 458 with gradients (AMD EPYC, 2026-11-29),
+        if the output begins with the batch: else its gradient lies badly, and takes 3.4 times as long (Xeon). Without
+        gradients groups of another order than the output's are permuted.
         """
         form, recorded = known_product(spec), self.chosen is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = any(copies_of(*operand)[1] for operand in operands)
         few_calls = count_matrix_views(form, spec) < 3
-        # Of few multiplications `bmm` takes less time than copies for unit strides.
+        # Few multiplications take less time than copies for unit strides.
         most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
         tiny = not recorded and joint_elements(spec) <= most
         short = recorded and (has_short_sums(form) or has_vectors(form))
@@ -408,7 +409,8 @@ class _Compiler:
             or len(spec.axes) > MOST_LETTERS
         ):
             return None
-        swapped, output = is_swapped(form, spec, vectors_first=True), spec.output
+        leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
+        swapped = is_swapped(form, spec, vectors_first=leads or not recorded)
         if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
             if recorded:
                 return None
@@ -428,8 +430,7 @@ class _Compiler:
         The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
         copied, in place of which the plan says that its base is kept, or if copies for unit strides would be kept.
         """
-        form, kept = known_product(node.op.spec), []
-        out = node.op.spec.output
+        form, kept, out = known_product(node.op.spec), [], node.op.spec.output
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)
