@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import planner.api
 import planner.run
 from planner import Operand
-from planner.backends.torch.transposed import TRANSPOSED
+from planner.backends.torch.products.transposed import TRANSPOSED
 from planner.bench.corpus import corpus
 from planner.cost import store
 from planner.inspect.memory import torch_memory

@@ -39,7 +39,7 @@ from planner.backends.torch.eager import AUTOGRAD, call_seconds, kept_copies
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, captured, dataless, not_dense, promote, unseen
-from planner.backends.torch.products import einsum_copies, einsum_cost
+from planner.backends.torch.products.einsum import einsum_copies, einsum_cost
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset

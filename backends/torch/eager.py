@@ -27,19 +27,16 @@ from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import (
+from planner.backends.torch.products import elementwise, transposed
+from planner.backends.torch.products.einsum import (
     MOST_LETTERS,
-    MULTIPLY_SUM,
-    broadcast_product,
     count_matrix_views,
     einsum_call,
-    has_short_sums,
+    has_slow_gradients,
     has_vectors,
-    summed_axes,
-    summed_product,
 )
+from planner.backends.torch.products.elementwise import MULTIPLY_ADD, MULTIPLY_SUM
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.backends.torch.transposed import TRANSPOSED, last_product, native_transposed, outer_product, result_ops
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
@@ -55,8 +52,8 @@ Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, TRANSPOSED,
-          "take, multiply, add", *INDEXED)  # fmt: skip
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, MULTIPLY_ADD,
+          transposed.TRANSPOSED, "take, multiply, add", *INDEXED)  # fmt: skip
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
     "matmul": ("matmul", "multiply"),
@@ -248,7 +245,7 @@ class _Compiler:
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
         if (
-            self.rows.get(tree.op.spec) not in (MULTIPLY_SUM, TRANSPOSED)
+            self.rows.get(tree.op.spec) not in (MULTIPLY_SUM, MULTIPLY_ADD, transposed.TRANSPOSED)
             and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
@@ -292,7 +289,7 @@ class _Compiler:
             return True
         if kind == "matmul":
             trained = [number for number, x in enumerate(standins) if x.requires_grad]
-            return TRANSPOSED not in [self.chosen.get(transpose(op.spec, number)) for number in trained]
+            return transposed.TRANSPOSED not in [self.chosen.get(transpose(op.spec, number)) for number in trained]
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
         for number, (term, x) in enumerate(zip(op.spec.inputs, standins, strict=True)):
             differs = kind in INDEXED or any(op.spec.size(e) != 1 for e in op.spec.output if e not in term)
@@ -317,16 +314,20 @@ class _Compiler:
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
-            run = evaluation(result_ops(op.dtype) if root and self.on_cpu else OPS, spec)
+            run = evaluation(transposed.result_ops(op.dtype) if root and self.on_cpu else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if self.rows.get(spec) == MULTIPLY_SUM:
             planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-            order = summed_axes(planned)
+            order = elementwise.summed_axes(planned)
             trains, copied = any(x.requires_grad for x in standins), any(x.copied for x in standins)
             summed = Strided.new(spec.shape(order), trains, copied)
-            return summed_product(planned), STRIDE_OPS.permute(summed, [order.index(str(e)) for e in spec.output])
-        if self.rows.get(spec) == TRANSPOSED:
-            return None if self.chosen is not None else native_transposed(op, standins, self.stride_ops)
+            return elementwise.summed_product(planned), STRIDE_OPS.permute(
+                summed, [order.index(str(e)) for e in spec.output]
+            )
+        if self.rows.get(spec) == MULTIPLY_ADD:  # it writes in place
+            return None if self.chosen is not None else (elementwise.added_product(op), Strided.new(spec.output_shape))
+        if self.rows.get(spec) == transposed.TRANSPOSED:
+            return None if self.chosen is not None else transposed.native_transposed(op, standins, self.stride_ops)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
@@ -335,15 +336,15 @@ class _Compiler:
                 return None
             if self.tries:
                 return _no_run, result
-            if root and not recorded and self.on_cpu and (last := last_product(op, standins, self.operands)):
+            if root and not recorded and self.on_cpu and (last := transposed.last_product(op, standins, self.operands)):
                 return last, result
-            calls = self._einsum(spec, standins) if recorded and (has_short_sums(form) or has_vectors(form)) else None
+            calls = self._einsum(spec, standins) if recorded and has_slow_gradients(form) else None
             calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
         if kind == "multiply":
-            if root and self.on_cpu and (outer := outer_product(op, standins)) is not None:
+            if root and self.on_cpu and (outer := transposed.outer_product(op, standins)) is not None:
                 return outer
             form = known_product(spec)
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
@@ -354,7 +355,7 @@ class _Compiler:
             elif root or follows.strides == result.strides:
                 if by_einsum and count_views(form, spec) >= 4:
                     return einsum_call(form, spec, spec.output, False), follows
-                return broadcast_product(spec), follows
+                return elementwise.broadcast_product(spec), follows
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
@@ -401,13 +402,8 @@ class _Compiler:
         few_calls = count_matrix_views(form, spec) < 3
         # Few multiplications take less time than copies for unit strides.
         most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
-        tiny = not recorded and joint_elements(spec) <= most
-        short = recorded and (has_short_sums(form) or has_vectors(form))
-        if (
-            (scattered != recorded and not (tiny or short))
-            or (few_calls and not recorded)
-            or len(spec.axes) > MOST_LETTERS
-        ):
+        alike = has_slow_gradients(form) if recorded else joint_elements(spec) <= most
+        if (scattered != recorded and not alike) or (few_calls and not recorded) or len(spec.axes) > MOST_LETTERS:
             return None
         leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
         swapped = is_swapped(form, spec, vectors_first=leads or not recorded)

@@ -16,7 +16,7 @@ from planner.backends.torch.checks import poisoned, prepare_indices, raise_pendi
 from planner.backends.torch.contexts.modes import compiles, hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
-from planner.backends.torch.transposed import calls_torch
+from planner.backends.torch.products.transposed import calls_torch
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.language.cached import cached_property, enter
 from planner.language.derive import resize_spec, sum_dims, summable_dims

@@ -36,8 +36,9 @@ from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
-from planner.backends.torch.products import SLICE_LAUNCHES, product_rows
-from planner.backends.torch.transposed import transposed_row
+from planner.backends.torch.products.elementwise import elementwise_rows
+from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
+from planner.backends.torch.products.transposed import transposed_row
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.floor import Launches
@@ -197,7 +198,7 @@ def make_table() -> Table:
         if row.name == "matmul":
             stock[place : place + 1] = [dataclasses.replace(row, inexact=("cuda",)), _of_integers(row)]
     launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
-    return Table([*stock, *product_rows(), transposed_row(), *grouped, *on_card], more=launches)
+    return Table([*stock, *sliced_rows(), *elementwise_rows(), transposed_row(), *grouped, *on_card], more=launches)
 
 
 def _of_integers(row: Implementation) -> Implementation:

@@ -44,7 +44,7 @@ from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
 from planner.backends.torch.ops import dispatches, is_recorded, unseen
-from planner.backends.torch.products import MULTIPLY_SUM, summed_product
+from planner.backends.torch.products.elementwise import MULTIPLY_SUM, summed_product
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.program.calls import Member, RangedIndices, RunPlan

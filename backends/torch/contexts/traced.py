@@ -45,7 +45,7 @@ from planner.backends.torch.eager import MOST_SMALL_SECONDS
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, finite, is_recorded, occurs, torch_dtype
-from planner.backends.torch.transposed import calls_torch
+from planner.backends.torch.products.transposed import calls_torch
 from planner.cost.layout import dense_strides
 from planner.language.cached import enter
 from planner.language.derive import transpose

@@ -28,7 +28,7 @@ from planner.backends.common.kernel_rows import (
     pool_function,
 )
 from planner.backends.torch.ops import OPS
-from planner.backends.torch.products import copied_form
+from planner.backends.torch.products.einsum import copied_form
 from planner.cost.device import PARTS_SHARE, Device
 from planner.cost.figures import Work
 from planner.cost.layout import flattens

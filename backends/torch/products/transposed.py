@@ -25,7 +25,8 @@ from planner.backends.common.stock_rows import (
     row_operand,
 )
 from planner.backends.torch.ops import OPS, TorchOps, viewing
-from planner.backends.torch.products import MOST_LETTERS, broadcast_product, einsum_call, least_of_product
+from planner.backends.torch.products.einsum import MOST_LETTERS, einsum_call, least_of_product
+from planner.backends.torch.products.elementwise import broadcast_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import Work

@@ -1,0 +1,145 @@
+"""Products of two operands by torch's own einsum and `bmm`: what they copy, and when they take long."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import string
+from typing import Any
+
+import torch
+
+from planner.backends.common.stock import SMALL_MATRIX, Product
+from planner.backends.common.stock_layout import matrix_copies, product_copies
+from planner.cost.device import Device
+from planner.cost.figures import StepCost
+from planner.cost.layout import flattens
+from planner.language.dtypes import HALF_TYPES, itemsize
+from planner.language.spec import Spec, Term, term_gathers
+from planner.program.forms import ProductForm, product_form
+from planner.program.ops import Einsum, Op
+
+_OPERATORS: Any = torch._C._VariableFunctions
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
+MOST_LETTERS = len(_LETTERS)
+
+
+def copied_form(op: Op) -> ProductForm | None:
+    """Return the form of a product if torch would copy one of its operands in their present layouts, else None."""
+    if not isinstance(op, Einsum):
+        return None
+    form = product_form(op.spec)
+    if form is None or not form.contracted or not any(product_copies(form, op.spec, op.layouts or (None, None))):
+        return None
+    return form
+
+
+def einsum_copies(op: Op) -> tuple[int, ...]:
+    """Return, for each input, the bytes of the copy of it that `torch.bmm` is given, and that autograd then saves."""
+    return tuple(whole for whole, _ in _einsum_copies(op)) or (0,) * len(op.spec.inputs)
+
+
+def _einsum_copies(op: Op) -> list[tuple[int, int]]:
+    """Return, for each input of a product, the bytes of two copies: for `torch.bmm`, and within it at any moment.
+
+    The first makes the input a batch of matrices. Matrices without a stride of 1 are copied one at a time. Torch views
+    axes of the result as one in its order, and summed ones in that of their letters.
+    """
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None or not form.contracted:
+        return []
+    batch, left, right = (
+        tuple(sorted(group, key=op.spec.output.index)) for group in (form.batch, form.left, form.right)
+    )
+    form = dataclasses.replace(form, batch=batch, left=left, right=right, contracted=tuple(sorted(form.contracted)))
+    layouts, size = op.layouts or (None, None), itemsize(op.dtype)
+    if not any(product_copies(form, op.spec, layouts)):
+        return []
+    copies = []
+    for term, layout, groups in zip(op.spec.inputs, layouts, form.matrices[:2], strict=True):
+        if not matrix_copies(term, layout, groups, op.spec):
+            copies.append((0, 0))
+        elif not flattens(term, layout, groups, op.spec):
+            copies.append((size * math.prod(op.spec.shape(term)), 0))
+        else:
+            copies.append((0, size * math.prod(op.spec.size(e) for group in groups[1:] for e in group)))
+    return copies
+
+
+def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
+    """Return what torch's own functions take for a step whose stock implementation takes `cost`.
+
+    On a CPU they copy less: `torch.bmm` copies matrices one at a time, and the gradient of rows that were read is added
+    up as it lies.
+    """
+    if device.kind != "cpu":
+        return cost
+    if len(op.spec.inputs) == 1 and term_gathers(op.spec.output):
+        moved, copied, scratch = cost.bytes_moved, cost.copied_bytes, cost.scratch_bytes
+        return cost._replace(bytes_moved=moved - 2 * copied, copied_bytes=0, scratch_bytes=scratch - copied)
+    if len(op.spec.inputs) == 2 and (copies := _einsum_copies(op)):
+        return cost._replace(scratch_bytes=cost.scratch_bytes - cost.copied_bytes + sum(map(sum, copies)))
+    return cost
+
+
+def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
+    """Whether a product multiplies a batch of matrices by vectors, in more than so many multiplications in all.
+
+    For the gradients of vectors autograd multiplies matrices by columns. That takes 86 us where rows take 9, for 16
+    matrices of 512 x 16 (one core of an AMD EPYC, torch 2.13, 2026-11-27). Small matrices do not count: torch
+    multiplies them in a loop, however they lie.
+    """
+    batch, m, n, k = form.sizes
+    return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > more_than
+
+
+def has_slow_gradients(form: ProductForm) -> bool:
+    """Return whether some gradients of a product have few columns, which take longer than few rows.
+
+    Those of short sums of two matrices do: 44 us for 56 to 275, by their strides, with 576 x 256 by 256 x 9 (one core
+    of an AMD EPYC, torch 2.13, 2026-11-27). So do those of batched vectors.
+    """
+    batch, m, n, k = form.sizes
+    return has_vectors(form) or (batch == 1 and k <= 16 and 2 * k <= min(m, n) and m * n * k > 2**15)
+
+
+def einsum_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:
+    """Return torch's own einsum of a product, which multiplies matrices in the order of its operands.
+
+    Args:
+        form: the groups of axes; summed ones are viewed as one in its order.
+        spec: the spec.
+        output: the order of the axes of the result.
+        swapped: whether the second operand comes first.
+    """
+    # The order of summed axes in memory is that of their letters.
+    letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
+    first, second, out = ("".join(letters[str(axis)] for axis in term) for term in (*spec.inputs, output))
+    einsum = _OPERATORS.einsum  # `torch.einsum` without its look for overrides and for a path
+    equation = f"{second},{first}->{out}" if swapped else f"{first},{second}->{out}"
+    return (lambda a, b: einsum(equation, (b, a))) if swapped else (lambda a, b: einsum(equation, (a, b)))
+
+
+def count_matrix_views(form: ProductForm, spec: Spec) -> int:
+    """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
+    count = 0
+    for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
+        count += tuple(axis for group in groups for axis in group) != term
+        count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
+    return count
+
+
+def least_of_product(op: Op, device: Device, launches: float) -> StepCost:
+    """Return the least cost of a product in so many launches, each at no higher rate than the product as a whole."""
+    form = product_form(op.spec)
+    if form is None:
+        return StepCost()
+    batch, m, n, k = form.sizes
+    most = float(device.most_product_rate(min(m, n, k), op.dtype))
+    seconds = 2 * batch * m * n * k / most if form.contracted else 0.0
+    return StepCost(picoseconds=int(1e12 * (seconds + launches * device.launch_seconds)))
+
+
+def refuses_partial_sums(op: Op) -> str | None:
+    """Return why partial results in the op's dtype cannot be added up: they would be rounded."""
+    return f"{op.dtype} would be rounded before it is summed" if op.dtype in (*HALF_TYPES, "bool") else None

@@ -1,0 +1,219 @@
+"""Products of two operands as elementwise products that are summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.elementwise import runs_of, short_run_seconds
+from planner.backends.common.stock import Product
+from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES
+from planner.backends.torch.ops import viewing
+from planner.backends.torch.products.einsum import refuses_partial_sums
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, Work
+from planner.cost.layout import Layout, neighbours, reordered, without
+from planner.language.cached import cached_by_step
+from planner.language.dtypes import itemsize
+from planner.language.spec import Spec, term_axes
+from planner.program.forms import ProductForm, known_product, product_form
+from planner.program.implementations import Implementation, form_row
+from planner.program.ops import Einsum, Op, joint_elements
+
+MULTIPLY_SUM, MULTIPLY_ADD = "multiply, then sum", "multiply and add, term by term"
+# How many operators, as to their time, `added_product` takes for each term, and to cut the operands; the most terms.
+_TERM_LAUNCHES, _CUT_LAUNCHES, _MOST_TERMS = 1.2, 5.0, 64
+# What torch takes to multiply and add an element where that is more than moving it: one core of an Intel Xeon with
+# AVX-512, torch 2.13, 2026-11-29.
+_LINE_BYTES = 64
+_ADD_SECONDS = {"complex64": 8e-10, "complex128": 1.6e-9, "int64": 1.5e-9, "int32": 1e-9}
+
+
+def elementwise_rows() -> list[Implementation]:
+    """Return the rows."""
+
+    def row(name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any, **fields: Any) -> Implementation:
+        return form_row(name, lambda op: refuses_partial_sums(op) or find(op), work, run, layouts, inputs=2,
+                        any_sizes=True, least=_least, **fields)  # fmt: skip
+
+    return [
+        row(MULTIPLY_SUM, _find_vectors, _summed_work, _run_summed, _summed_layouts, alike=_summed_order),
+        row(MULTIPLY_ADD, _find_terms, _added_work, _run_added, None, kinds=("cpu",),
+            alike=lambda op: None if isinstance(_find_terms(op), str) else True),
+    ]  # fmt: skip
+
+
+def _least(op: Op, device: Device) -> StepCost:
+    return StepCost(picoseconds=int(2e12 * device.launch_seconds))
+
+
+def _find_vectors(op: Op) -> ProductForm | str:
+    """Return the form of a product in which one operand is a vector, or a batch of vectors."""
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None or not form.contracted or 1 not in form.sizes[1:3]:
+        return "both operands have rows or columns of their own"
+    return form
+
+
+def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
+    spec, wide, result = op.spec, joint_elements(op.spec) * itemsize(op.dtype), op.result_bytes()
+    product = Work(op.flops(), moved=op.bytes_touched() - result + wide, scratch=wide, fresh=(wide,), launches=1)
+    total = Work(moved=wide + result, fresh=(result,), launches=1)
+    if device.kind != "cpu":
+        return [product, total]
+    order, _ = _summed_order(op)
+    # The product lies as torch's loop takes it, which follows the operands.
+    loops = short_run_seconds(order, spec.inputs, spec, device, follows=True)
+    short = loops + short_run_seconds(order, [spec.output], spec, device, follows=True)
+    axes = [term_axes(term) for term in spec.inputs]
+    views = sum(([e for e in order if e in each] != [*each]) + (len(each) < len(order)) for each in axes)
+    launches = VIEW_LAUNCHES * views + SCATTERED_LAUNCHES * (views > 0)
+    return [product, total, Work(launches=launches, seconds=short)]
+
+
+def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    return (summed_product(op)(*inputs),)
+
+
+def _summed_layouts(op: Op, form: ProductForm) -> tuple[Layout | None, ...]:
+    return (reordered(summed_axes(op), op.spec.output, op.spec),)
+
+
+def summed_axes(op: Op) -> tuple[str, ...]:
+    """Return the axes of the result of `summed_product` as it lies in memory."""
+    out = term_axes(op.spec.output)
+    return tuple(e for e in _summed_order(op)[0] if e in out)
+
+
+def _summed_order(op: Op) -> tuple[tuple[str, ...], int]:
+    """Return the order of the axes in which elements are multiplied and summed, and the number of the larger operand.
+
+    It is the order in which the larger operand lies in memory. Sums in another order take up to 15 times as long. The
+    result is viewed in its own order.
+    """
+    sizes, layouts = op.spec.by_axis, op.layouts or (None, None)
+    terms = [term_axes(term) for term in op.spec.inputs]
+    larger = max((0, 1), key=lambda number: math.prod(sizes[e] for e in terms[number]))
+    widest, layout = terms[larger], layouts[larger]
+    if layout is not None and not layout.unknown:
+        lies = [widest[d] for run in layout.runs for d in run]
+        widest = (*(e for e in widest if e not in lies), *lies)
+    # Of vectors and matrices the first ones have size 1.
+    return (*(e for term in terms for e in term if e not in widest), *widest), larger
+
+
+@cached_by_step
+def summed_product(op: Op) -> Product:
+    """Return the function that multiplies two operands element by element and sums."""
+    order, larger = _summed_order(op)
+    first_axes, second_axes, out = (term_axes(term) for term in op.spec.terms)
+
+    def view_in_order(axes: tuple[str, ...]) -> Callable[[Any], Any]:
+        """Return the function that gives an operand all axes in order; those that it lacks have size 1."""
+        present = [e for e in order if e in axes]
+        return viewing([axes.index(e) for e in present], [int(e in axes) for e in order])
+
+    first, second = view_in_order(first_axes), view_in_order(second_axes)
+    summed = tuple(dim for dim, e in enumerate(order) if e not in out)
+    kept = [e for e in order if e in out]
+    back = viewing([kept.index(e) for e in out], (1,) * len(out))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        # The product lies in memory as its first factor does.
+        wide = second(b) * first(a) if larger else first(a) * second(b)
+        return back(wide.sum(summed, dtype=wide.dtype))
+
+    return product
+
+
+@cached_by_step
+def _find_terms(op: Op) -> ProductForm | str:
+    """Return the form of a product of a batch that lies innermost in both operands and in the result.
+
+    Torch copies each matrix of such a batch, or multiplies small ones element by element: 4,096 complex products of 2 x
+    20 by 20 x 20 take 20 ms (one core of an Intel Xeon with AVX-512, torch 2.13, 2026-11-29). To multiply along the
+    batch, and to add up the terms, takes 2.7 ms.
+    """
+    form, layouts = product_form(op.spec) if isinstance(op, Einsum) else None, op.layouts or (None, None)
+    if form is None or not form.contracted or not form.batch:
+        return "needs a batch and a summed axis"
+    innermost = {neighbours(term, x, op.spec) for term, x in zip(op.spec.terms, (*layouts, None), strict=True)}
+    if len(innermost) > 1 or not innermost <= {*form.batch}:
+        return "the batch is not innermost in both operands and the result"
+    return form if 1 <= form.sizes[3] <= _MOST_TERMS else f"needs 1 to {_MOST_TERMS} terms"
+
+
+def _added_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
+    count, result, spec = form.sizes[3], op.result_bytes(), op.spec
+    read, terms, layouts = op.bytes_touched() - result, [], []
+    for term, layout in zip(spec.inputs, op.layouts or (None, None), strict=True):
+        for axis in form.contracted:  # what a term reads lies apart
+            layout = without(layout, term.index(axis), spec.shape(term))
+            term = tuple(e for e in term if e != axis)
+        terms.append(term)
+        layouts.append(layout)
+    (*_, run), _ = runs_of(term_axes(spec.output), terms, spec, layouts)
+    lines = max(1, _LINE_BYTES // max(1, run * itemsize(op.dtype)))  # each term reads whole lines of the cache
+    adding = math.prod(spec.output_shape) * _ADD_SECONDS.get(op.dtype, 0.0)
+    adding = max(adding, device.moving_seconds(2 * result))
+    adding += short_run_seconds(term_axes(spec.output), terms, spec, device, layouts)
+    moved, launches = op.bytes_touched() + 2 * (count - 1) * result, count * _TERM_LAUNCHES + _CUT_LAUNCHES
+    seconds = count * adding + device.moving_seconds(read * lines)
+    return [Work(op.flops(), moved=moved, fresh=(result,), seconds=seconds, launches=launches)]
+
+
+def _run_added(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    return (added_product(op)(*inputs),)
+
+
+@cached_by_step
+def added_product(op: Op) -> Product:
+    """Return the function that multiplies two operands term by term, and adds the terms up in place."""
+    form, out = known_product(op.spec), term_axes(op.spec.output)
+
+    def terms_of(axes: tuple[str, ...]) -> Callable[[Any], list[Tensor]]:
+        """Return the function that cuts an operand into what each term reads, with all axes of the output in order."""
+        order = [*form.contracted, *(e for e in out if e in axes)]
+        view = viewing([axes.index(e) for e in order], [1] * len(form.contracted) + [int(e in axes) for e in out])
+
+        def cut(x: Tensor) -> list[Tensor]:
+            parts = list(view(x).unbind(0))
+            for _ in form.contracted[1:]:
+                parts = [part for whole in parts for part in whole.unbind(0)]
+            return parts
+
+        return cut
+
+    first, second = map(terms_of, map(term_axes, op.spec.inputs))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        (x, *others), (y, *more) = first(a), second(b)
+        result = x.new_empty([n if m == 1 else m for m, n in zip(x.shape, y.shape, strict=True)])
+        torch.mul(x, y, out=result)
+        for x, y in zip(others, more, strict=True):
+            result.addcmul_(x, y)
+        return result
+
+    return product
+
+
+@cached_by_step
+def broadcast_product(spec: Spec) -> Product:
+    """Return a product by element with the strides that torch gives it, in fewer calls than `OPS.product`.
+
+    Operands get the axes of the output, of size 1 where they lack one, but for leading ones.
+    """
+    out = term_axes(spec.output)
+
+    def view_as_output(term: tuple[str, ...]) -> Callable[[Any], Any]:
+        order = [*(e for e in out if e in term), *(e for e in term if e not in out)]
+        lengths = [int(e in term) for e in out]
+        leading = lengths.index(1) if 1 in lengths else len(lengths)
+        return viewing([term.index(e) for e in order], lengths[leading:])
+
+    first, second = map(view_as_output, map(term_axes, spec.inputs))
+    return lambda a, b: torch.mul(first(a), second(b))

@@ -1,0 +1,117 @@
+"""Products of a batch that lies innermost, which torch multiplies along the batch and adds up term by term."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import examples  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+import planner  # noqa: E402
+from planner.backends.torch.products.elementwise import MULTIPLY_ADD  # noqa: E402
+from planner.cost.device import CPU  # noqa: E402
+from planner.cost.layout import layout_of  # noqa: E402
+from planner.inspect.memory import torch_memory  # noqa: E402
+from planner.language.spec import Operand  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
+
+DTYPES = ("float32", "float64", "complex64", "int64", "int32")
+TABLE = load_backend("torch").table
+
+
+def integers(shape, dtype="float32", strided=False):
+    """A tensor of small integers; `strided` says that dimensions lie in another order, with gaps between them."""
+    if not strided:
+        return torch.randint(-3, 4, shape).to(getattr(torch, dtype))
+    wide = torch.randint(-3, 4, [2 * n for n in reversed(shape[:-1])] + [shape[-1]]).to(getattr(torch, dtype))
+    return wide[tuple(slice(None, None, 2) for _ in shape[:-1])].movedim(-1, 0).permute(*range(len(shape))[::-1])
+
+
+@st.composite
+def products(draw):
+    """The spec of a product whose last batch axis is the last of all three terms, and the sizes of its axes."""
+    shared = draw(st.lists(st.sampled_from("uvw"), unique=True, min_size=0, max_size=2))
+    first, second = draw(st.sampled_from(["", "a", "ab"])), draw(st.sampled_from(["", "c", "cd"]))
+    summed = draw(st.sampled_from(["k", "kl"]))
+    left, right, out = (
+        "".join(draw(st.permutations(axes)))
+        for axes in ([*first, *summed, *shared], [*second, *summed, *shared], [*first, *second, *shared])
+    )
+    sizes = {axis: draw(st.integers(1, 4)) for axis in "abcdkluvw"} | {"z": draw(st.integers(2, 9))}
+    sizes["k"] += 1
+    return f"{left}z,{right}z->{out}z", sizes
+
+
+@settings(max_examples=examples(150, 5_000))
+@example(("kz,kz->z", {"k": 3, "z": 0}), "float32", (False, False))
+@example(("aikz,kjz->aijz", {"a": 0, "i": 2, "j": 3, "k": 3, "z": 5}), "float32", (False, False))
+@given(products(), st.sampled_from(DTYPES), st.tuples(st.booleans(), st.booleans()))
+def test_terms_that_are_added_up_are_the_product(product, dtype, strided):
+    """In the memory of the result alone, which is row-major."""
+    spec, sizes = product
+    terms = spec.split("->")[0].split(",")
+    operands = [integers([sizes[e] for e in t], dtype, s) for t, s in zip(terms, strided, strict=True)]
+    layouts = tuple(layout_of(x.shape, x.stride()) for x in operands)
+    op = Einsum(planner.resolve(spec, *operands), dtype, layouts if any(layouts) else ())
+    price = TABLE.price(MULTIPLY_ADD, op, CPU)
+    assert price is not None
+    assert price.cost.scratch_bytes == 0
+    TABLE.run(MULTIPLY_ADD, op, operands, {})
+    (found,), memory = torch_memory(lambda: TABLE.run(MULTIPLY_ADD, op, operands, {}))
+    assert memory.peak_bytes <= found.numel() * found.element_size()
+    assert found.is_contiguous()
+    assert torch.equal(found, torch.einsum(spec, *operands))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "strides"),
+    [
+        ("ikz,kjz->zij", [(2, 3, 50), (3, 4, 50)], None),  # the batch is not innermost in the result
+        ("zik,kjz->ijz", [(50, 2, 3), (3, 4, 50)], None),  # nor in an operand
+        ("ikz,kjz->ijz", [(2, 3, 50), (3, 4, 50)], (1, 2, 6)),  # as the operand lies in memory
+        ("ikz,kjz->ijz", [(2, 3, 50), (3, 4, 50)], (300, 100, 2)),  # every second element
+        ("ik,kjz->ijz", [(2, 3), (3, 4, 50)], None),  # no batch
+        ("iz,jz->ijz", [(2, 50), (4, 50)], None),  # nothing is summed
+        ("ikz,kjz->ijz", [(2, 65, 50), (65, 4, 50)], None),  # more terms than are worth a call each
+        ("ikz,kjz->ijz", [(2, 0, 50), (0, 4, 50)], None),  # no term
+    ],
+)
+def test_other_products_are_refused(spec, shapes, strides):
+    op = Einsum(planner.resolve(spec, *shapes), "float32", (layout_of(shapes[0], strides), None) if strides else ())
+    assert TABLE.rows[MULTIPLY_ADD].refusal(op, CPU)
+
+
+def test_half_types_are_not_rounded_term_by_term():
+    op = Einsum(planner.resolve("ikz,kjz->ijz", (2, 3, 50), (3, 4, 50)), "bfloat16", ())
+    assert "rounded" in TABLE.rows[MULTIPLY_ADD].refusal(op, CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("needs", [False, True])
+def test_layers_of_fourier_neural_operators_add_up_terms(dtype, needs):
+    """Their gradients too: of both operands the batch is innermost again."""
+    spec, shapes = "bixy,ioxy->boxy", [(2, 6, 64, 64), (6, 6, 64, 64)]
+    plan = planner.plan(spec, *(Operand(s, dtype, requires_grad=needs) for s in shapes), backend="torch", device=CPU)
+    steps = [step for program in (plan.programs.forward, plan.programs.backward) if program for step in program.steps]
+    assert [step.choice.lowering for step in steps] == [MULTIPLY_ADD] * (3 if needs else 1)
+    operands = [integers(shape, dtype).requires_grad_(needs) for shape in shapes]
+    found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
+    assert torch.equal(found, expected)
+    if needs:
+        ways = [torch.autograd.grad(x.abs().square().sum(), operands) for x in (found, expected)]
+        for ours, theirs in zip(*ways, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_small_batches_are_one_call_of_torch():
+    plan = planner.plan("bixy,ioxy->boxy", (2, 8, 5, 5), (8, 8, 5, 5), backend="torch", device=CPU)
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == ["matmul"]
+
+
+def test_members_of_a_family_are_run_by_the_functions_of_one():
+    for size in (60, 64, 62):
+        operands = [integers((2, 6, size, size)), integers((6, 6, size, size))]
+        expected = torch.einsum("bixy,ioxy->boxy", *operands)
+        assert torch.equal(planner.contract("bixy,ioxy->boxy", *operands), expected)
