@@ -19,6 +19,8 @@ from planner.program.forms import ProductForm, inner_product, known_product
 
 # Torch multiplies matrices of a batch in a loop of its own, however they lie, up to so many multiplications each.
 SMALL_MATRIX = 400
+# The parts of long dot products, see `multiply_matrices` in `planner.backends.torch.ops`.
+DOT_PART = 128
 # A function of arrays that computes a product.
 Product = Callable[..., Any]
 # A function that computes a step, from its inputs, the index arrays, and whether indices may mean "no row".
@@ -320,6 +322,7 @@ def matmul_product(
     spec: Spec,
     stacks: bool = False,
     vectors_first: bool = False,
+    turned: tuple[bool, bool] = (False, False),
 ) -> Product:
     """Return the function that multiplies two arrays as matrices, or by element where nothing is summed.
 
@@ -333,6 +336,7 @@ def matmul_product(
         spec: the step's spec.
         stacks: whether `matmul` takes more than one batch axis.
         vectors_first: see `is_swapped`.
+        turned: which operands are viewed as the transposes of their matrices first: a copy then has their order.
     """
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
 
@@ -348,10 +352,15 @@ def matmul_product(
 
         first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
-    swapped, (first_view, second_view, (order, lengths)) = _matrix_views(form, spec, stacks, vectors_first)
+    swapped, (first_view, second_view, result_view) = _matrix_views(form, spec, stacks, vectors_first)
     if swapped:
-        terms = terms[::-1]
-    first, second = view(terms[0], *first_view), view(terms[1], *second_view)
+        terms, turned = terms[::-1], (turned[1], turned[0])
+    views = [view(*each) for each in ((terms[0], *first_view), (terms[1], *second_view))]
+    for number, (order, lengths) in enumerate((first_view, second_view)):
+        if turned[number]:
+            views[number] = _turned(view(terms[number], *_turn(order, lengths)))
+    first, second = views
+    order, lengths = result_view
     back = viewing([order.index(e) for e in out], (1,) * len(out))
     # Where the size of each axis is found: the operand and its dimension.
     places = [(0, terms[0].index(e)) if e in terms[0] else (1, terms[1].index(e)) for e in order]
@@ -367,6 +376,17 @@ def matmul_product(
         return back(x)
 
     return (lambda a, b: product(b, a)) if swapped else product
+
+
+def _turn(order: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the order of axes, and of how many each dimension is made, of matrices that are transposed."""
+    rows, columns = lengths[-2:]
+    start = len(order) - columns
+    return (*order[: start - rows], *order[start:], *order[start - rows : start]), (*lengths[:-2], columns, rows)
+
+
+def _turned(view: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: view(x).swapaxes(-1, -2)
 
 
 def is_swapped(form: ProductForm, spec: Spec, vectors_first: bool = False) -> bool:

@@ -32,6 +32,7 @@ from planner.backends.torch.products.einsum import (
     MOST_LETTERS,
     count_matrix_views,
     einsum_call,
+    has_few_neighbours,
     has_slow_gradients,
     has_vectors,
 )
@@ -406,7 +407,8 @@ class _Compiler:
         if (scattered != recorded and not alike) or (few_calls and not recorded) or len(spec.axes) > MOST_LETTERS:
             return None
         leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
-        swapped = is_swapped(form, spec, vectors_first=leads or not recorded)
+        few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
+        swapped = is_swapped(form, spec, vectors_first=(leads or not recorded) and not few)
         if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
             if recorded:
                 return None

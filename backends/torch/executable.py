@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
-from planner.backends.common.stock import evaluate
 from planner.backends.torch.checks import poisoned, prepare_indices, raise_pending
 from planner.backends.torch.contexts.modes import compiles, hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
-from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
+from planner.backends.torch.ops import conjugate, is_recorded, torch_dtype
+from planner.backends.torch.products.copied import gradient_copy
 from planner.backends.torch.products.transposed import calls_torch
+from planner.backends.torch.stock import run_stock
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.language.cached import cached_property, enter
 from planner.language.derive import resize_spec, sum_dims, summable_dims
@@ -29,10 +30,10 @@ from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
 from planner.program.implementations import Table
 from planner.program.loops import plan_of_tree
-from planner.program.ops import Cast, Guard
+from planner.program.ops import Guard
 from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
-from planner.program.tree import Tree, flatten, keep_nothing, nodes_of, read_by_gradients
+from planner.program.tree import Tree, keep_nothing, nodes_of, read_by_gradients
 
 # Of so many operands at most is a smaller contraction planned for a repeated gradient. Of more, that can take long.
 MOST_PLANNED_AGAIN = 14
@@ -95,7 +96,8 @@ class Executable:
     @cached_property
     def _shared(self) -> dict[str, Any]:
         """The attributes that it shares with executables of other sizes. What is made of the plan is made once."""
-        for name in ("run_forward", *["run_backward"] * bool(self.programs.backward), "only_stock", "reads_unread"):
+        trained = ("run_backward", "lay_gradient") * bool(self.programs.backward)
+        for name in ("run_forward", *trained, "only_stock", "reads_unread"):
             getattr(self, name)
         # Of a copy, since another thread may enter an attribute meanwhile.
         return {n: value for n, value in self.__dict__.copy().items() if n not in ("spec", "_no_indices")}
@@ -180,6 +182,11 @@ class Executable:
         return prepare_program(self.table, self.programs.backward)
 
     @cached_property
+    def lay_gradient(self) -> Callable[[Tensor], Tensor] | None:
+        """What copies a row-major output gradient once, for all steps that would each copy it."""
+        return gradient_copy(self.programs)
+
+    @cached_property
     def show_forward(self) -> RunProgram:
         """The function that runs the forward program for a profiler to see."""
         return named_program(self.table, self.programs.forward, f"planner {self.plan.text}")
@@ -259,6 +266,8 @@ class Executable:
         if self.is_complex:
             gradient = gradient.conj()
             gradient = gradient.resolve_conj() if gradient.is_conj() else gradient.clone()  # a copy in either case
+        elif self.lay_gradient is not None:
+            gradient = self.lay_gradient(gradient)
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
@@ -431,20 +440,6 @@ class Executable:
         return self._stock(operands, indices)
 
     def _stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-        index, views = self.prepare(indices), self.views(operands)
-
-        values: list[Tensor] = []
-        for entry in flatten(self.guarded_tree):
-            if isinstance(entry, int):
-                values.append(views[entry])
-                continue
-            op, count = entry[:2]
-            inputs = values[-count:]
-            del values[-count:]
-            if isinstance(op, Guard):
-                values += GUARD(op, inputs, index)
-            elif isinstance(op, Cast):
-                values.append(cast(inputs[0], op.dtype))
-            else:
-                values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
-        return values[0] if index.poison is None else values[0] * index.poison[0]
+        index = self.prepare(indices)
+        result = run_stock(self.guarded_tree, self.views(operands), index)
+        return result if index.poison is None else result * index.poison[0]

@@ -36,7 +36,8 @@ from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
-from planner.backends.torch.products.elementwise import elementwise_rows
+from planner.backends.torch.products.copied import joint_row, with_quick_copies
+from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
 from planner.backends.torch.products.transposed import transposed_row
 from planner.cost.device import Device
@@ -196,9 +197,13 @@ def make_table() -> Table:
     stock = [_indexed(row) if row.name in INDEXED else row for row in stock]
     for place, row in enumerate(stock):
         if row.name == "matmul":
-            stock[place : place + 1] = [dataclasses.replace(row, inexact=("cuda",)), _of_integers(row)]
-    launches = Launches(VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES)
-    return Table([*stock, *sliced_rows(), *elementwise_rows(), transposed_row(), *grouped, *on_card], more=launches)
+            product = with_quick_copies(dataclasses.replace(row, inexact=("cuda",)))
+            stock[place : place + 1] = [product, _of_integers(row)]
+    launches = Launches(
+        VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES, CUT_LAUNCHES, TERM_LAUNCHES
+    )
+    products = [*sliced_rows(), *elementwise_rows(), transposed_row(), joint_row(product)]
+    return Table([*stock, *products, *grouped, *on_card], more=launches)
 
 
 def _of_integers(row: Implementation) -> Implementation:

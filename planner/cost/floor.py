@@ -49,6 +49,8 @@ class Launches:
         scattered: an elementwise product of operands that were viewed, besides.
         slice: a product of a slice.
         take, add: reading, or adding up, the rows of a term through index arrays, without kernels.
+        cut, term: a product of a batch that is added up term by term, and each term; see `product_floor`. Infinite if
+            no implementation computes products so.
     """
 
     view: float = 0.0
@@ -56,6 +58,8 @@ class Launches:
     slice: float = 0.0
     take: float = 0.0
     add: float = 0.0
+    cut: float = math.inf
+    term: float = math.inf
 
 
 def product_floor(
@@ -68,6 +72,7 @@ def product_floor(
     fused: int = 1,
     launches: tuple[Array, Array, Array] = (0.0, 0.0, 0.0),
     xp: Any = np,
+    by_terms: Launches | None = None,
 ) -> Array:
     """Return the least that products without gathers, and their gradients, add to the score.
 
@@ -82,6 +87,7 @@ def product_floor(
         launches: how many operators more than one the product and both gradients launch; see
             `view_launches`.
         xp: what the sizes are, see above.
+        by_terms: what an implementation launches that adds up the terms of a batch of products; None if there is none.
     """
     a, b, out = terms
     of_a, of_b = wanted
@@ -101,8 +107,15 @@ def product_floor(
     seconds = xp.where(least > fused + 0.5, multiplied, seconds) + device.launch_seconds
     size = itemsize(dtype)
     fresh = [_fresh_seconds(xp, device, size * term) for term in (out, a, b)]
-    more = (launches[0] + of_a * launches[1] + of_b * launches[2]) * device.launch_seconds
-    return _picoseconds(xp, steps * seconds + more + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
+    each_step = [seconds + more * device.launch_seconds for more in launches]
+    if by_terms is not None and by_terms.cut < math.inf:
+        for number, result in enumerate((out, a, b)):
+            count = joint / result
+            moved = count * _moving_seconds(xp, device, 2 * size * result)
+            added = moved + (by_terms.cut + count * by_terms.term) * device.launch_seconds
+            each_step[number] = xp.where(batch > 1.5, xp.minimum(each_step[number], added), each_step[number])
+    first, second, third = each_step
+    return _picoseconds(xp, first + of_a * second + of_b * third + fresh[0] + of_a * fresh[1] + of_b * fresh[2])
 
 
 def gathered_floor(
@@ -300,13 +313,13 @@ def view_launches(
     (batch_a, left_a, summed_a), (batch_b, summed_b, right_b), (batch_out, left_out, right_out) = placed
     # Axes that both operands have are in the order of one of them, and so is the batch of the result.
     turned: Any = False
-    turned_out: tuple[Any, Any] = (False, False)
+    of_free: tuple[Any, Any] = (False, False)
+    of_batch: tuple[Any, Any] = (False, False)
     looks = copies and (xp is np or any([order.descents for order in orders]))
     if looks:
         turned = _differs((of_a, batch_a), (of_b, batch_b)) | _differs((of_a, summed_a), (of_b, summed_b))
-        free = _differs((of_a, left_a), (of_out, left_out)) | _differs((of_b, right_b), (of_out, right_out))
+        of_free = _differs((of_a, left_a), (of_out, left_out)), _differs((of_b, right_b), (of_out, right_out))
         of_batch = _differs((of_a, batch_a), (of_out, batch_out)), _differs((of_b, batch_b), (of_out, batch_out))
-        turned_out = free | of_batch[0], free | of_batch[1]
     plain = (
         _moved(batch_a, left_a, summed_a),
         _moved(batch_b, summed_b, right_b),
@@ -317,13 +330,15 @@ def view_launches(
         _moved(batch_b, right_b, summed_b),
         _moved(batch_out, right_out, left_out),
     )
-    moved = [
-        1 * (x & of_a.known | in_order_of_b & turned)
-        + (y & of_b.known | (not in_order_of_b) & turned)
-        + (z & of_out.known | turned_out[in_order_of_b])
-        for x, y, z in (plain, swapped)
-        for in_order_of_b in (False, True)
-    ]
+    moved = []
+    for x, y, z in (plain, swapped):
+        for in_order_of_b in (False, True):
+            moved_a = x & of_a.known | in_order_of_b & turned
+            moved_b = y & of_b.known | (not in_order_of_b) & turned
+            # An operand that is moved in any case gets the result's order.
+            differs = of_free[0] & (moved_a == 0) | of_free[1] & (moved_b == 0)
+            differs = differs | of_batch[in_order_of_b] & ((moved_b if in_order_of_b else moved_a) == 0)
+            moved.append(1 * moved_a + moved_b + (z & of_out.known | differs))
     # Two matrices take no views, however they lie.
     product = launches.view * ((viewed + reduce(xp.minimum, moved)) * (some | (matrices == 0)))
     lies_flat: Any = False

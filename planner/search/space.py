@@ -215,10 +215,11 @@ class SearchSpace:
         # Bounds are floats.
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
-        more = self.table.more if self.device.kind == "cpu" and not self.table.has_changed else None
+        known = self.table.more if self.device.kind == "cpu" else None
+        more = None if self.table.has_changed else known
         listed = more is not None and not self.network.gathers and len(self.operands) > 2
         orders = self.steps.orders if listed else None  # of one product nothing has to be known
-        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more, orders)
+        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches, fused, more, orders, known)
 
     @property
     def bounded(self) -> bool:

@@ -26,7 +26,7 @@ from planner.program.ops import Einsum, Op, joint_elements
 
 MULTIPLY_SUM, MULTIPLY_ADD = "multiply, then sum", "multiply and add, term by term"
 # How many operators, as to their time, `added_product` takes for each term, and to cut the operands; the most terms.
-_TERM_LAUNCHES, _CUT_LAUNCHES, _MOST_TERMS = 1.2, 5.0, 64
+TERM_LAUNCHES, CUT_LAUNCHES, _MOST_TERMS = 1.2, 7.0, 64
 # What torch takes to multiply and add an element where that is more than moving it: one core of an Intel Xeon with
 # AVX-512, torch 2.13, 2026-11-29.
 _LINE_BYTES = 64
@@ -161,7 +161,7 @@ def _added_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     adding = math.prod(spec.output_shape) * _ADD_SECONDS.get(op.dtype, 0.0)
     adding = max(adding, device.moving_seconds(2 * result))
     adding += short_run_seconds(term_axes(spec.output), terms, spec, device, layouts)
-    moved, launches = op.bytes_touched() + 2 * (count - 1) * result, count * _TERM_LAUNCHES + _CUT_LAUNCHES
+    moved, launches = op.bytes_touched() + 2 * (count - 1) * result, count * TERM_LAUNCHES + CUT_LAUNCHES
     seconds = count * adding + device.moving_seconds(read * lines)
     return [Work(op.flops(), moved=moved, fresh=(result,), seconds=seconds, launches=launches)]
 

@@ -41,6 +41,7 @@ class Bounds:
         fused: see `product_floor`.
         more: what the framework's operators launch besides; None if nothing is known of it.
         orders: how operands lie; None if that is not known.
+        by_terms: see `product_floor`.
     """
 
     objective: str
@@ -52,6 +53,7 @@ class Bounds:
     fused: int
     more: Launches | None = None
     orders: Orders | None = None
+    by_terms: Launches | None = None
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -342,7 +344,8 @@ class _Products:
         def plain(objective: str, xp: Any, joint: Any, a: Any, b: Any, out: Any, *rest: Any) -> Any:
             empty, wanted, more = joint == 0, rest[:2], rest[2:]
             joint, a, b, out = (xp.where(empty, 1.0, size) for size in (joint, a, b, out))
-            floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted, bounds.fused, more, xp)
+            terms, fused, by_terms = (a, b, out), bounds.fused, bounds.by_terms
+            floor = product_floor(objective, device, dtype, joint, terms, wanted, fused, more, xp, by_terms)
             return xp.where(empty, unary_floor(objective, device, xp.maximum(*wanted), xp=xp), floor)
 
         def gathered(objective: str, xp: Any, joint: Any, share: Any, elements: Any, copies: Any, *rest: Any) -> Any:

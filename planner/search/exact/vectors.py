@@ -360,7 +360,8 @@ class VectorListing:
             orders = (self._orders_of(left, copies), self._orders_of(right, copies), NETWORK)
             gradients = bool(bounds.gradient_operands)
             more = launches_of(bounds.more, sets, orders, self.network.wide, gradients, np, copies)
-        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted, bounds.fused, more)
+        device, fused, by_terms = bounds.device, bounds.fused, bounds.by_terms
+        return product_floor(objective, device, bounds.dtype, joint, terms, wanted, fused, more, by_terms=by_terms)
 
 
 def least_rows(result: Any, scores: Any) -> tuple[Any, Any]:

@@ -1,0 +1,188 @@
+"""Copies that products make of operands: in the order that takes the least time, and once for both gradients.
+
+A copy of a matrix takes long if it changes which elements are neighbours: 4 x 8192 x 128 floats take 27 ms so, and 4 if
+their rows stay rows (one core of an Intel Xeon with AVX-512, torch 2.13, 2026-11-29). Matrices may be multiplied as
+their transposes, so a copy never has to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from planner.backends.common.stock import Product, evaluation, is_swapped, matmul_product
+from planner.backends.common.stock_layout import matrix_copies, product_copies
+from planner.backends.common.stock_rows import VIEW_LAUNCHES, flat_stock_work
+from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
+from planner.cost.device import Device
+from planner.cost.figures import Work
+from planner.cost.layout import Layout, flattens, reordered
+from planner.language.cached import cached_by_step
+from planner.language.derive import swap_with_output
+from planner.language.dtypes import itemsize
+from planner.language.spec import Gather, Spec, Term
+from planner.program.calls import PreparedRun, Run
+from planner.program.forms import ProductForm, product_form
+from planner.program.implementations import Implementation, form_row
+from planner.program.ops import Einsum, JointGradient, Op
+from planner.program.program import Programs
+
+ONE_COPY = "both gradients, one copy"
+
+
+class TurnedOps(TorchOps):
+    """`TorchOps` that copy some operands of products as the transposes of matrices.
+
+    Args:
+        turned: which operands they are.
+    """
+
+    def __init__(self, turned: tuple[bool, bool]) -> None:
+        self.turned = turned
+
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        """Return the function that computes a product."""
+        return matmul_product(self.matmul, multiply, viewing, form, spec, vectors_first=True, turned=self.turned)
+
+
+@lru_cache
+def _ops(turned: tuple[bool, bool]) -> TorchOps:
+    return TurnedOps(turned) if any(turned) else OPS
+
+
+@cached_by_step
+def copying_ops(op: Op) -> TorchOps:
+    """Return what runs a product: its copies leave elements that are neighbours in memory neighbours."""
+    form = product_form(op.spec)
+    if form is None or not form.contracted or op.dtype == "bool":
+        return OPS
+    swapped, turned = is_swapped(form, op.spec, vectors_first=True), []
+    for number, (term, layout) in enumerate(zip(op.spec.inputs, op.layouts or (None, None), strict=True)):
+        groups, free = form.matrices[number], (form.left, form.right)[number]
+        rows = free if (number == 0) != swapped else form.contracted
+        copied = not flattens(term, layout, groups, op.spec)
+        turned.append(copied and _innermost(term, layout, form.batch, op.spec) in rows)
+    first, second = turned
+    return _ops((first, second))
+
+
+def _innermost(term: Term, layout: Layout | None, batch: Sequence[str], spec: Spec) -> str | Gather | None:
+    """Return the innermost axis in memory of an array, but for those of a batch."""
+    lies = range(len(term)) if layout is None else [d for run in layout.runs for d in run]
+    return next((term[d] for d in reversed(lies) if term[d] not in batch and term[d] in spec.wide), None)
+
+
+def with_quick_copies(row: Implementation) -> Implementation:
+    """Return the stock row of products with such copies."""
+
+    def prepare(op: Op) -> Run:
+        ops = copying_ops(op)
+        if ops is OPS:
+            return row.prepared(op)
+        compute = evaluation(ops, op.spec)
+        return lambda inputs, index: (compute(inputs, index, False),)
+
+    return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
+
+
+def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:
+    """Return what copies a row-major output gradient into the order that the backward program was planned for.
+
+    It returns any other gradient as it is. Return None if a step can read a row-major gradient without a copy: then
+    each of the others makes a copy of its own.
+    """
+    number, steps = programs.output_gradient, () if programs.backward is None else programs.backward.steps
+    gradient = programs.variables[number]
+    if gradient.layout is None or gradient.layout.repeated:
+        return None
+    for step in steps:
+        if number not in step.inputs:
+            continue
+        form, place = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.inputs.index(number)
+        if form is None or not form.contracted:
+            return None
+        lie = step.op.layouts or (None, None)
+        row_major = (*lie[:place], None, *lie[place + 1 :])
+        planned, found = (product_copies(form, step.op.spec, layouts)[place] for layouts in (lie, row_major))
+        if planned or not found:
+            return None
+    inner = [d for run in gradient.layout.runs for d in run]
+    order = (*(d for d in range(len(gradient.shape)) if d not in inner), *inner)
+    back = [order.index(d) for d in range(len(order))]
+    return lambda x: x.permute(order).contiguous().permute(back) if x.is_contiguous() else x
+
+
+def joint_row(product: Implementation) -> Implementation:
+    """Return the row of both gradients of a product, which copies the output's gradient once.
+
+    Args:
+        product: the row that computes one gradient.
+    """
+
+    def run(op: Op, order: Term, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        gradient, first, second = inputs
+        out = op.spec.output
+        dims = [out.index(e) for e in order]
+        copy = gradient.permute(dims).contiguous().permute([order.index(e) for e in out])
+        steps = [product.prepared(step) for step in _gradients(op, order)]
+        return (*steps[0]((copy, second), index), *steps[1]((first, copy), index))
+
+    def layouts(op: Op, order: Term) -> tuple[Layout | None, ...]:
+        assert product.layouts is not None
+        return tuple(layout for step in _gradients(op, order) for layout in product.layouts(step))
+
+    return form_row(ONE_COPY, _find, _work, run, layouts, any_sizes=True, inputs=3, kinds=("cpu",), alike=_order_of)
+
+
+def _order_of(op: Op) -> Term | None:
+    found = _find(op)
+    return None if isinstance(found, str) else found
+
+
+@cached_by_step
+def _find(op: Op) -> Term | str:
+    """Return the order of axes in which the output's gradient is copied, so that both gradients view the copy."""
+    form = product_form(op.spec) if isinstance(op, JointGradient) else None
+    if form is None or not form.contracted or not form.left or not form.right or op.dtype == "bool":
+        return "needs both gradients of a product of matrices"
+    out, layout = op.spec.output, (op.layouts or (None,))[0]
+    groups = (form.batch, form.left, form.right)
+    if not matrix_copies(out, layout, groups, op.spec) or flattens(out, layout, groups, op.spec):
+        return "the output's gradient needs no copy"
+    turned = _innermost(out, layout, form.batch, op.spec) in form.left
+    order = (*form.batch, *form.right, *form.left) if turned else (*form.batch, *form.left, *form.right)
+    for number, step in enumerate(_gradients(op, order)):
+        own = product_form(step.spec)
+        if own is None or product_copies(own, step.spec, step.layouts or (None, None))[number]:
+            return "the two gradients would view a copy in different orders"
+    return order
+
+
+@cached_by_step
+def _gradients(op: Op, order: Term) -> tuple[Einsum, Einsum]:
+    """Return the two gradients of a product, whose output's gradient lies in an order of axes."""
+    copy = reordered(order, op.spec.output, op.spec)
+    _, first, second = op.layouts or (None, None, None)
+    pairs = ((copy, second), (first, copy))
+    one, other = (
+        Einsum(swap_with_output(op.spec, child), op.dtype, pair if any(pair) else ())
+        for child, pair in enumerate(pairs)
+    )
+    return one, other
+
+
+def _work(op: Op, order: Term, device: Device) -> list[Work]:
+    (one, other), size = _gradients(op, order), itemsize(op.dtype) * op.spec.elements[-1]
+    first, second = flat_stock_work(one, device), flat_stock_work(other, device)
+    # While the first gradient is computed, the second is not yet there.
+    more = max(_scratch(first) - other.result_bytes(), _scratch(second), 0)
+    copy = Work.of_copies(size, more)._replace(launches=1 + 2 * VIEW_LAUNCHES)
+    return [copy, *(part._replace(scratch=0) for part in (*first, *second))]
+
+
+def _scratch(parts: Sequence[Work]) -> int:
+    return sum([part.scratch for part in parts])

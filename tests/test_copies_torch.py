@@ -1,0 +1,153 @@
+"""Copies of operands of products in torch: which order they have, and how many are made."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import examples  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+import planner  # noqa: E402
+from planner.backends.torch import ops  # noqa: E402
+from planner.backends.torch.products.copied import ONE_COPY, copying_ops  # noqa: E402
+from planner.cost.device import CPU  # noqa: E402
+from planner.cost.layout import layout_of  # noqa: E402
+from planner.inspect.memory import torch_memory  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
+
+TABLE = load_backend("torch").table
+
+
+def integers(*shape, dtype=torch.float32):
+    return torch.randint(-3, 4, shape).to(dtype)
+
+
+@st.composite
+def products(draw):
+    """The spec of a product of matrices with groups of axes in any order, shapes, and the order in which each lies."""
+    groups = (["", "b", "uv"], ["i", "ij"], ["l", "lm"], ["k", "kn"])
+    batch, left, right, summed = (draw(st.sampled_from(some)) for some in groups)
+    first, second, out = (
+        "".join(draw(st.permutations(axes)))
+        for axes in (batch + left + summed, batch + right + summed, batch + left + right)
+    )
+    sizes = {axis: draw(st.integers(1, 4)) for axis in "buvijlmkn"}
+    lies = [draw(st.permutations(range(len(term)))) for term in (first, second, out)]
+    return first, second, out, sizes, lies
+
+
+def lying(term, sizes, order, dtype):
+    """A tensor of a term whose dimensions lie in an order."""
+    back = [order.index(d) for d in range(len(term))]
+    return integers(*(sizes[term[d]] for d in order), dtype=dtype).permute(back)
+
+
+@settings(max_examples=examples(150, 5_000))
+@given(products(), st.sampled_from([torch.float32, torch.complex64, torch.int64]))
+def test_products_and_both_gradients_are_those_of_einsum_however_arrays_lie(product, dtype):
+    """The memory of the copies is what the rows say, and results lie as they say."""
+    first, second, out, sizes, lies = product
+    arrays = [lying(term, sizes, order, dtype) for term, order in zip((first, second, out), lies, strict=True)]
+    layouts = [layout_of(x.shape, x.stride()) for x in arrays]
+    spec = planner.resolve(f"{first},{second}->{out}", *arrays[:2])
+    op = Einsum(spec, str(dtype).removeprefix("torch."), tuple(layouts[:2]) if any(layouts[:2]) else ())
+    joint = op.joint_gradient(layouts[2])
+    a, b, g = arrays
+    wanted = {
+        "matmul": (op, [a, b], [torch.einsum(f"{first},{second}->{out}", a, b)]),
+        ONE_COPY: (
+            joint,
+            [g, a, b],
+            [torch.einsum(f"{out},{second}->{first}", g, b), torch.einsum(f"{first},{out}->{second}", a, g)],
+        ),  # fmt: skip
+    }
+    for name, (step, inputs, expected) in wanted.items():
+        price = TABLE.price(name, step, CPU)
+        if price is None:
+            continue
+        TABLE.run(name, step, inputs, {})
+        found, memory = torch_memory(lambda name=name, step=step, inputs=inputs: TABLE.run(name, step, inputs, {}))
+        assert all(map(torch.equal, found, expected))
+        assert memory.peak_bytes <= sum(x.numel() * x.element_size() for x in found) + price.cost.scratch_bytes
+        said = price.layouts or (None,) * len(found)
+        assert all(layout_of(x.shape, x.stride()) == layout for x, layout in zip(found, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "turned"),
+    [
+        ("bhid,bhij->jhd", [(4, 3, 8, 5), (4, 3, 8, 6)], True),  # rows b, i of the second operand stay rows
+        ("bijh,bimhd->bjmhd", [(2, 8, 5, 3), (2, 8, 4, 3, 5)], True),  # beside a batch that is innermost
+        ("hbid,hbij->jhd", [(3, 4, 8, 5), (3, 4, 8, 6)], False),  # no copy
+        ("ik,kj->ij", [(3, 4), (4, 5)], False),
+    ],
+)
+def test_copies_keep_neighbours(spec, shapes, turned, monkeypatch):
+    operands = [integers(*shape) for shape in shapes]
+    op, copied = Einsum(planner.resolve(spec, *operands), "float32"), []
+    assert (copying_ops(op) is not ops.OPS) == turned
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        (found,) = TABLE.run("matmul", op, operands, {})
+    copied = [event.input_shapes[0] for event in recorded.events() if event.name == "aten::copy_"]
+    widest = max(copied, key=math.prod, default=None)
+    assert torch.equal(found, torch.einsum(spec, *operands))
+    if turned:  # the last dimension of the copy is one of the rows, not a summed one
+        assert widest[-1] == shapes[1][-1] if spec.startswith("bhid") else shapes[0][2]
+
+
+@pytest.mark.parametrize("lies", ["row-major", "as the result", "otherwise"])
+def test_an_output_gradient_is_copied_once(lies):
+    """The plan expects one that lies as the result does. A row-major one would be copied by both gradients."""
+    a, b = integers(32, 4, 64, 16).requires_grad_(), integers(128, 4, 16).requires_grad_()
+    found = planner.contract("bhid,jhd->bhij", a, b)
+    expected = torch.einsum("bhid,jhd->bhij", a, b)
+    gradient = integers(*found.shape)
+    if lies == "as the result":
+        gradient = torch.empty_like(found).copy_(gradient)
+    elif lies == "otherwise":
+        gradient = gradient.mT.contiguous().mT
+    assert not found.is_contiguous()
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        ours = torch.autograd.grad(found, (a, b), gradient)
+    large = [e for e in recorded.events() if e.name == "aten::copy_" and math.prod(e.input_shapes[0]) == found.numel()]
+    assert len(large) == {"row-major": 1, "as the result": 0, "otherwise": len(large)}[lies]
+    assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
+
+
+@pytest.mark.parametrize("intel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    ("spec", "shapes", "cut"),
+    [
+        ("bk,bk->b", [(6, 512), (6, 512)], True),
+        ("bk,bk->b", [(6, 500), (6, 500)], False),  # not in parts of 128
+        ("bk,bk->b", [(6, 256), (6, 256)], False),  # short
+        ("bjk,bj->bk", [(6, 200, 3), (6, 200)], False),  # few neighbours
+        ("bkj,bj->bk", [(6, 200, 3), (6, 3)], False),
+        ("bjk,bj->bk", [(6, 32, 20), (6, 32)], False),
+    ],
+)
+def test_batches_of_vectors_are_multiplied_as_the_processor_does_fastest(monkeypatch, intel, dtype, spec, shapes, cut):
+    monkeypatch.setattr(ops, "is_intel", lambda: intel)
+    planner.caches().clear()
+    for grad in (False, dtype.is_floating_point):
+        operands = [integers(*shape, dtype=dtype).requires_grad_(grad) for shape in shapes]
+        op = Einsum(planner.resolve(spec, *operands), str(dtype).removeprefix("torch."))
+        with torch.profiler.profile(record_shapes=True) as recorded, torch.no_grad():
+            (found,) = TABLE.run("matmul", op, operands, {})
+        expected = torch.einsum(spec, *operands)
+        assert torch.equal(found, expected)
+        batches = [event.input_shapes[0] for event in recorded.events() if event.name == "aten::bmm"]
+        assert (batches == [[24, 1, 128]]) == (cut and intel and dtype.is_floating_point)
+        second = spec != "bk,bk->b" and min(shapes[0][1:]) <= 8 and intel and dtype.is_floating_point
+        assert (batches[0][1] != 1) == second
+        result = planner.contract(spec, *operands)
+        assert torch.equal(result, expected)
+        if grad:
+            ways = [torch.autograd.grad((x * x).sum(), operands) for x in (result, expected)]
+            assert all(map(torch.equal, *ways))
+    planner.caches().clear()
