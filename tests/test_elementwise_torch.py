@@ -1,5 +1,7 @@
 """Products of a batch that lies innermost, which torch multiplies along the batch and adds up term by term."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,6 +9,8 @@ torch = pytest.importorskip("torch")
 from conftest import examples  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.torch.products.elementwise import MULTIPLY_ADD  # noqa: E402
@@ -115,3 +119,52 @@ def test_members_of_a_family_are_run_by_the_functions_of_one():
         operands = [integers((2, 6, size, size)), integers((6, 6, size, size))]
         expected = torch.einsum("bixy,ioxy->boxy", *operands)
         assert torch.equal(planner.contract("bixy,ioxy->boxy", *operands), expected)
+
+
+SPEC, SHAPES = "bixy,ioxy->boxy", [(2, 6, 64, 64), (6, 6, 64, 64)]
+
+
+def dual(call, a, b):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(call(a, torch.autograd.forward_ad.make_dual(b, b + 1)))
+
+
+def checkpointed(call, a, b):
+    c = (a + 1).requires_grad_()
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    total = checkpoint(lambda a, b, c: (call(a, b) * c).sum(), a, b, c, use_reentrant=False, context_fn=contexts)
+    return torch.autograd.grad(total, c)
+
+
+def counted(call, a, b):
+    with FlopCounterMode(display=False):
+        return [call(a, b)]
+
+
+def trained(call, a, b):
+    x = a.clone().requires_grad_()
+    return torch.autograd.grad(call(x, b).square().sum(), x)
+
+
+CONTEXTS = {
+    "forward mode": dual,
+    "linearize": lambda call, a, b: [torch.func.linearize(lambda y: call(a, y), b)[1](b)],
+    "jvp": lambda call, a, b: torch.func.jvp(call, (a, b), (a + 1, b)),
+    "vmap": lambda call, a, b: [torch.func.vmap(call, (0, None))(torch.stack([a, a + 1]), b)],
+    "grad": lambda call, a, b: [torch.func.grad(lambda x: call(x, b).square().sum())(a)],
+    "a selective checkpoint": checkpointed,
+    "a mode": counted,
+    "autograd, not planned for": trained,
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("way", ["contract", "einsum", "plan"])
+def test_terms_are_not_added_in_place_where_others_look(name, way):
+    """A plan without gradients runs natively, also under transforms, modes and autograd."""
+    a, b = map(integers, SHAPES)
+    plan = planner.plan(SPEC, a, b)
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == [MULTIPLY_ADD]
+    call = plan if way == "plan" else partial(getattr(planner, way), SPEC)
+    found, expected = (CONTEXTS[name](call, a, b) for call in (call, partial(torch.einsum, SPEC)))
+    assert all(map(torch.equal, found, expected))

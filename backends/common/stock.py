@@ -19,8 +19,6 @@ from planner.program.forms import ProductForm, inner_product, known_product
 
 # Torch multiplies matrices of a batch in a loop of its own, however they lie, up to so many multiplications each.
 SMALL_MATRIX = 400
-# The parts of long dot products, see `multiply_matrices` in `planner.backends.torch.ops`.
-DOT_PART = 128
 # A function of arrays that computes a product.
 Product = Callable[..., Any]
 # A function that computes a step, from its inputs, the index arrays, and whether indices may mean "no row".

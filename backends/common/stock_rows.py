@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.run import prepare_loop
-from planner.backends.common.stock import DOT_PART, SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
+from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -127,8 +127,6 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
         elif kind == "matmul":
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
-        if kind == "matmul" and m == n == 1 and batch > 1 and k >= SMALL_MATRIX and k % DOT_PART == 0:
-            parts.append(Work(scratch=batch * k // DOT_PART * itemsize(op.dtype)))
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
         if kind == "matmul" and any(vectors := scattered_vectors(form, spec, layouts)):

@@ -6,7 +6,7 @@ autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
 - the result of a step would have other strides than the plan says, but for a product by element that comes last;
-- the plan transposes a product or its gradient, or a product multiplies a batch of matrices by vectors and is long;
+- the plan transposes a product or its gradient, or adds up its terms in place, or it has long batched vectors;
 - an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
 - a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
@@ -28,11 +28,11 @@ from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import elementwise, transposed
+from planner.backends.torch.products.batches import has_few_neighbours, has_long_dots, is_intel
 from planner.backends.torch.products.einsum import (
     MOST_LETTERS,
     count_matrix_views,
     einsum_call,
-    has_few_neighbours,
     has_slow_gradients,
     has_vectors,
 )
@@ -325,7 +325,7 @@ class _Compiler:
             return elementwise.summed_product(planned), STRIDE_OPS.permute(
                 summed, [order.index(str(e)) for e in spec.output]
             )
-        if self.rows.get(spec) == MULTIPLY_ADD:  # it writes in place
+        if self.rows.get(spec) == MULTIPLY_ADD:  # autograd cannot record writes in place
             return None if self.chosen is not None else (elementwise.added_product(op), Strided.new(spec.output_shape))
         if self.rows.get(spec) == transposed.TRANSPOSED:
             return None if self.chosen is not None else transposed.native_transposed(op, standins, self.stride_ops)
@@ -340,7 +340,8 @@ class _Compiler:
             if root and not recorded and self.on_cpu and (last := transposed.last_product(op, standins, self.operands)):
                 return last, result
             calls = self._einsum(spec, standins) if recorded and has_slow_gradients(form) else None
-            calls = calls or matrix_product(form, spec) or self._einsum(spec, standins)
+            cut = not recorded and has_long_dots(form) and is_intel()
+            calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(spec, standins))
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
@@ -394,7 +395,7 @@ class _Compiler:
         It multiplies [batch, left, contracted] by [batch, contracted, right]; the axes of a group have the order of the
         output, or of their letters. So the letters are chosen, and the operands swapped, as the stock evaluation orders
         axes. Vectors come first: 64 x 128 x 16 by 64 x 16 takes 191 us for 458 with gradients (AMD EPYC, 2026-11-29),
-        if the output begins with the batch: else its gradient lies badly, and takes 3.4 times as long (Xeon). Without
+        if the output begins with the batch: else they take 3.4 times einsum's time (Xeon). Without
         gradients groups of another order than the output's are permuted.
         """
         form, recorded = known_product(spec), self.chosen is not None

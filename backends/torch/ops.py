@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -25,7 +24,7 @@ from planner.backends.torch.contexts.modes import (
     watched,
     whole,
 )
-from planner.cost.rates import cpu_name
+from planner.backends.torch.products.batches import may_be_turned, multiply_batch
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
@@ -35,9 +34,6 @@ from planner.program.forms import ProductForm
 
 # How many products of elements are in memory at once where torch has no product of matrices.
 MOST_MULTIPLIED = 2**24
-_REAL = (torch.float32, torch.float64)
-# See `multiply_matrices`.
-MOST_NEIGHBOURS = 8
 
 
 @lru_cache(maxsize=64)
@@ -131,33 +127,6 @@ def multiply_and_sum(a: Tensor, b: Tensor) -> Tensor:
     return total.contiguous()
 
 
-def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply batches of matrices as an Intel Xeon does so fastest: one core with AVX-512, torch 2.13, 2026-11-29.
-
-    Long dot products are cut into parts, which torch multiplies in a loop of its own: 2,048 of 1,024 floats take 6.5 ms
-    as they are, and 1.6 in parts of 128. Vectors come second if the matrices' neighbours are few: as rows they take 1.2
-    to 1.7 times as long with 2 to 8 of them, and 0.2 to 0.6 times with 16 or more.
-    """
-    (_, rows, terms), columns = a.shape, b.shape[2]
-    if rows != 1 or not (is_intel() and a.is_cpu and a.dtype in _REAL) or is_recorded(a):
-        return torch.bmm(a, b)
-    if columns > 1:
-        few = (terms if b.stride(1) == 1 else columns) <= MOST_NEIGHBOURS
-        return torch.bmm(b.mT, a.mT).mT if few and terms * columns >= stock.SMALL_MATRIX else torch.bmm(a, b)
-    if terms < stock.SMALL_MATRIX or terms % stock.DOT_PART or not (a.is_contiguous() and b.is_contiguous()):
-        return torch.bmm(a, b)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return torch.bmm(a, b)
-    parts = torch.bmm(a.view(-1, 1, stock.DOT_PART), b.view(-1, stock.DOT_PART, 1))
-    return parts.view(a.shape[0], -1, 1).sum(1, keepdim=True)
-
-
-@lru_cache
-def is_intel() -> bool:
-    """Whether this machine's processor is Intel's, as far as the system tells."""
-    return bool(re.search(r"\bIntel\b|GenuineIntel", cpu_name()))
-
-
 def viewing(order: Sequence[int], lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return the function that permutes a tensor and joins dimensions; arguments are the last ones of `stock.viewing`.
 
@@ -221,8 +190,8 @@ class TorchOps:
         if a.dim() == 2:
             return torch.mm(a, b)
         # Of several batch axes `torch.matmul` makes one, in a fraction of the time that reshapes in Python take.
-        multiply_batch = multiply_matrices if a.dim() == 3 else torch.matmul
-        return multiply_batch(unit_strided(a), unit_strided(b))
+        multiply = multiply_batch if a.dim() == 3 else torch.matmul
+        return multiply(unit_strided(a), unit_strided(b))
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         # A row times a batch of matrices takes as long as matrices times a column, or down to a thirtieth: 33 us for
@@ -240,10 +209,8 @@ class TorchOps:
         the second one transposed. So matrices come first there, as they are larger than vectors.
         """
         several = (len(form.left), len(form.right), len(form.contracted)) == (1, 1, 1) and len(form.batch) > 1
-        (_, m, n, k), few = form.sizes, MOST_NEIGHBOURS
-        special = 1 in (m, n) and (max(m, n) <= few or k <= few) and not recorded
-        multiply_batch = multiply_matrices if special else torch.bmm
-        matmul = torch.matmul if several else multiply_batch if form.batch else torch.mm
+        batched = multiply_batch if may_be_turned(form) and not recorded else torch.bmm
+        matmul = torch.matmul if several else batched if form.batch else torch.mm
         return matmul_product(matmul, multiply, viewing, form, spec, stacks=True, vectors_first=not recorded)
 
     def iota(self, size: int, like: Tensor) -> Tensor:

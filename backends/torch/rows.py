@@ -36,6 +36,7 @@ from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
+from planner.backends.torch.products.batches import dot_scratch
 from planner.backends.torch.products.copied import joint_row, with_quick_copies
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
@@ -50,7 +51,7 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact, itemsize
 from planner.language.spec import term_axes
 from planner.program.calls import PreparedRun, Run
-from planner.program.forms import GroupedForm, PooledForm, pooled_form
+from planner.program.forms import GroupedForm, PooledForm, known_product, pooled_form
 from planner.program.implementations import Implementation, Table
 from planner.program.ops import JointGradient, Op, joint_elements
 
@@ -218,6 +219,8 @@ def _of_integers(row: Implementation) -> Implementation:
 def _stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
     parts, spec = flat_stock_work(op, device), op.spec
+    if device.kind == "cpu" and stock_kind(op) == "matmul":
+        parts.append(Work(scratch=dot_scratch(known_product(spec), op.dtype)))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

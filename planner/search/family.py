@@ -244,11 +244,13 @@ def _judged(plan: PlanRecord, low: Contraction, parts: int) -> Family:
 
     def price(op: Op, lowering: str) -> PricedImplementation | None:
         """Return a step in an implementation. If there is one tree, the best are needed, which often are the same."""
-        if only_tree and (best := lower(op)).lowering == lowering:
+        if only_tree and space.choices(op) and (best := lower(op)).lowering == lowering:
             return best
         return space.table.price(lowering, op, space.device)
 
     steps = [(op, price(op, lowering)) for op, lowering in resize_ops(plan, sizes)]
+    if any(choice is None and not space.choices(op) for op, choice in steps):
+        return Family(plan, False)  # here no step computes both gradients
     if only_tree and not any(space.requires) and all(lower(op) is choice for op, choice in steps):
         return Family(plan, True)
     smallest = _with_steps(plan, space, sizes, steps, _runs_by_autograd(plan))

@@ -56,7 +56,7 @@ def _ops(turned: tuple[bool, bool]) -> TorchOps:
 
 @cached_by_step
 def copying_ops(op: Op) -> TorchOps:
-    """Return what runs a product: its copies leave elements that are neighbours in memory neighbours."""
+    """Return what runs a product, and makes its copies in the order of axes in which operands lie in memory."""
     form = product_form(op.spec)
     if form is None or not form.contracted or op.dtype == "bool":
         return OPS
@@ -77,14 +77,14 @@ def _innermost(term: Term, layout: Layout | None, batch: Sequence[str], spec: Sp
 
 
 def with_quick_copies(row: Implementation) -> Implementation:
-    """Return the stock row of products with such copies."""
+    """Return the stock row of products, which on a CPU makes its copies in the order that takes the least time."""
 
     def prepare(op: Op) -> Run:
         ops = copying_ops(op)
         if ops is OPS:
             return row.prepared(op)
-        compute = evaluation(ops, op.spec)
-        return lambda inputs, index: (compute(inputs, index, False),)
+        on_card, quick = row.prepared(op), evaluation(ops, op.spec)
+        return lambda inputs, index: (quick(inputs, index, False),) if inputs[0].is_cpu else on_card(inputs, index)
 
     return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
 
@@ -92,28 +92,29 @@ def with_quick_copies(row: Implementation) -> Implementation:
 def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:
     """Return what copies a row-major output gradient into the order that the backward program was planned for.
 
-    It returns any other gradient as it is. Return None if a step can read a row-major gradient without a copy: then
-    each of the others makes a copy of its own.
+    It returns any other gradient as it is. Return None if no step needs the copy, or if one would not make it: that one
+    would take more memory with the copy beside it.
     """
     number, steps = programs.output_gradient, () if programs.backward is None else programs.backward.steps
     gradient = programs.variables[number]
     if gradient.layout is None or gradient.layout.repeated:
         return None
-    for step in steps:
-        if number not in step.inputs:
-            continue
+    readers = [step for step in steps if number in step.inputs]
+    for step in readers:
         form, place = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.inputs.index(number)
-        if form is None or not form.contracted:
+        if form is None or not form.contracted or step.choice.lowering != "matmul":
             return None
         lie = step.op.layouts or (None, None)
         row_major = (*lie[:place], None, *lie[place + 1 :])
         planned, found = (product_copies(form, step.op.spec, layouts)[place] for layouts in (lie, row_major))
         if planned or not found:
             return None
+    if not readers:
+        return None
     inner = [d for run in gradient.layout.runs for d in run]
     order = (*(d for d in range(len(gradient.shape)) if d not in inner), *inner)
     back = [order.index(d) for d in range(len(order))]
-    return lambda x: x.permute(order).contiguous().permute(back) if x.is_contiguous() else x
+    return lambda x: x.permute(order).contiguous().permute(back) if x.is_contiguous() and x.is_cpu else x
 
 
 def joint_row(product: Implementation) -> Implementation:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from planner.backends.common.stock import SMALL_MATRIX, Product
 from planner.backends.common.stock_layout import matrix_copies, product_copies
-from planner.backends.torch.ops import MOST_NEIGHBOURS, is_intel
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
-from planner.cost.layout import Layout, flattens, neighbours
+from planner.cost.layout import flattens
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, term_gathers
 from planner.program.forms import ProductForm, product_form
@@ -93,16 +91,6 @@ def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
     """
     batch, m, n, k = form.sizes
     return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > more_than
-
-
-def has_few_neighbours(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:
-    """Return whether vectors should come second, as the matrices have few neighbours; see `multiply_matrices`."""
-    if not is_intel() or not form.batch or bool(form.left) == bool(form.right):
-        return False
-    number = 0 if form.left else 1
-    close, free = neighbours(spec.inputs[number], layouts[number], spec), form.left or form.right
-    _, m, n, k = form.sizes
-    return (close in free and m * n <= MOST_NEIGHBOURS) or (close in form.contracted and k <= MOST_NEIGHBOURS)
 
 
 def has_slow_gradients(form: ProductForm) -> bool:

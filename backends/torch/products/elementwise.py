@@ -12,6 +12,7 @@ from torch import Tensor
 from planner.backends.common.elementwise import runs_of, short_run_seconds
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES
+from planner.backends.torch.contexts.modes import usual
 from planner.backends.torch.ops import viewing
 from planner.backends.torch.products.einsum import refuses_partial_sums
 from planner.cost.device import Device
@@ -25,11 +26,12 @@ from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Einsum, Op, joint_elements
 
 MULTIPLY_SUM, MULTIPLY_ADD = "multiply, then sum", "multiply and add, term by term"
-# How many operators, as to their time, `added_product` takes for each term, and to cut the operands; the most terms.
-TERM_LAUNCHES, CUT_LAUNCHES, _MOST_TERMS = 1.2, 7.0, 64
+# How many operators, as to their time, `added_product` takes for each term, and to cut the operands.
+TERM_LAUNCHES, CUT_LAUNCHES = 1.2, 7.0
+_MOST_TERMS = 64
+_LINE_BYTES = 64  # of the cache
 # What torch takes to multiply and add an element where that is more than moving it: one core of an Intel Xeon with
 # AVX-512, torch 2.13, 2026-11-29.
-_LINE_BYTES = 64
 _ADD_SECONDS = {"complex64": 8e-10, "complex128": 1.6e-9, "int64": 1.5e-9, "int32": 1e-9}
 
 
@@ -192,6 +194,11 @@ def added_product(op: Op) -> Product:
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         (x, *others), (y, *more) = first(a), second(b)
+        if not usual(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+            total = x * y  # others may read what a write in place would change
+            for x, y in zip(others, more, strict=True):
+                total = torch.addcmul(total, x, y)
+            return total.contiguous()
         result = x.new_empty([n if m == 1 else m for m, n in zip(x.shape, y.shape, strict=True)])
         torch.mul(x, y, out=result)
         for x, y in zip(others, more, strict=True):
