@@ -17,6 +17,7 @@ from planner.backends.torch.products.copied import ONE_COPY, copying_ops  # noqa
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
+from planner.program.calls import RangedIndices  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
@@ -64,7 +65,7 @@ def test_products_and_both_gradients_are_those_of_einsum_however_arrays_lie(prod
             joint,
             [g, a, b],
             [torch.einsum(f"{out},{second}->{first}", g, b), torch.einsum(f"{first},{out}->{second}", a, g)],
-        ),  # fmt: skip
+        ),
     }
     for name, (step, inputs, expected) in wanted.items():
         price = TABLE.price(name, step, CPU)
@@ -132,7 +133,8 @@ def test_an_output_gradient_is_copied_once(lies):
     with torch.profiler.profile(record_shapes=True) as recorded:
         ours = torch.autograd.grad(found, (a, b), gradient)
     large = [e for e in recorded.events() if e.name == "aten::copy_" and math.prod(e.input_shapes[0]) == found.numel()]
-    assert len(large) == {"row-major": 1, "as the result": 0, "otherwise": len(large)}[lies]
+    least, most = {"row-major": (1, 1), "as the result": (0, 0), "otherwise": (0, 2)}[lies]
+    assert least <= len(large) <= most
     assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
 
 
@@ -174,3 +176,26 @@ def test_batches_of_vectors_are_multiplied_as_the_processor_does_fastest(monkeyp
             ways = [torch.autograd.grad((x * x).sum(), operands) for x in (result, expected)]
             assert all(map(torch.equal, *ways))
     planner.caches().clear()
+
+
+@pytest.mark.parametrize(
+    ("row", "spec", "shapes", "indices"),
+    [
+        ("matmul", "bk,bk->b", [(600, 512), (600, 512)], {}),
+        ("batched matmul, then sum", "bhl,bhl->h", [(64, 16, 1024), (64, 16, 1024)], {}),
+        ("take, multiply, add", "nk, q[n]k -> n", [(600, 512), (40, 512)], {"q": (600,)}),
+    ],
+)
+def test_the_parts_of_dot_products_are_counted(monkeypatch, row, spec, shapes, indices):
+    monkeypatch.setattr(batches, "is_intel", lambda: True)
+    operands, arrays = (
+        [integers(*shape) for shape in shapes],
+        {n: torch.zeros(s, dtype=int) for n, s in indices.items()},
+    )
+    resolved = planner.resolve(spec, *operands, **arrays)
+    op, index = Einsum(resolved, "float32"), RangedIndices(False)
+    index.update({gather: arrays[gather.array] for gather in resolved.gathers})
+    price = TABLE.price(row, op, CPU)
+    TABLE.run(row, op, operands, index)
+    (found,), memory = torch_memory(lambda: TABLE.run(row, op, operands, index))
+    assert memory.peak_bytes <= 4 * found.numel() + price.cost.scratch_bytes

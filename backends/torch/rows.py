@@ -51,7 +51,7 @@ from planner.language.cached import cached_by_step
 from planner.language.dtypes import is_inexact, itemsize
 from planner.language.spec import term_axes
 from planner.program.calls import PreparedRun, Run
-from planner.program.forms import GroupedForm, PooledForm, known_product, pooled_form
+from planner.program.forms import GroupedForm, PooledForm, known_product, pooled_form, product_of_rows
 from planner.program.implementations import Implementation, Table
 from planner.program.ops import JointGradient, Op, joint_elements
 
@@ -219,8 +219,8 @@ def _of_integers(row: Implementation) -> Implementation:
 def _stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
     parts, spec = flat_stock_work(op, device), op.spec
-    if device.kind == "cpu" and stock_kind(op) == "matmul":
-        parts.append(Work(scratch=dot_scratch(known_product(spec), op.dtype)))
+    if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
+        parts.append(Work(scratch=dot_scratch(known_product(product_of_rows(spec)), op.dtype)))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

@@ -124,13 +124,17 @@ def joint_row(product: Implementation) -> Implementation:
         product: the row that computes one gradient.
     """
 
+    @cached_by_step
+    def prepared(op: Op, order: Term) -> list[Run]:
+        return [product.prepared(step) for step in _gradients(op, order)]
+
     def run(op: Op, order: Term, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
         gradient, first, second = inputs
         out = op.spec.output
         dims = [out.index(e) for e in order]
         copy = gradient.permute(dims).contiguous().permute([order.index(e) for e in out])
-        steps = [product.prepared(step) for step in _gradients(op, order)]
-        return (*steps[0]((copy, second), index), *steps[1]((first, copy), index))
+        of_first, of_second = prepared(op, order)
+        return (*of_first((copy, second), index), *of_second((first, copy), index))
 
     def layouts(op: Op, order: Term) -> tuple[Layout | None, ...]:
         assert product.layouts is not None
