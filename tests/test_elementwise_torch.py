@@ -1,5 +1,6 @@
-"""Products of a batch that lies innermost, which torch multiplies along the batch and adds up term by term."""
+"""Products by element: of a batch that lies innermost, added up term by term; of vectors, summed slice by slice."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,13 +8,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import examples  # noqa: E402
-from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import assume, example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends.torch.products.elementwise import MULTIPLY_ADD  # noqa: E402
+from planner.backends.torch.products.elementwise import MULTIPLY_ADD, SUM_SLICES  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
@@ -132,7 +133,7 @@ def dual(call, a, b):
 def checkpointed(call, a, b):
     c = (a + 1).requires_grad_()
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    total = checkpoint(lambda a, b, c: (call(a, b) * c).sum(), a, b, c, use_reentrant=False, context_fn=contexts)
+    total = checkpoint(lambda a, b, c: (call(a, b) * c.sum()).sum(), a, b, c, use_reentrant=False, context_fn=contexts)
     return torch.autograd.grad(total, c)
 
 
@@ -158,13 +159,61 @@ CONTEXTS = {
 }
 
 
+IN_PLACE = {MULTIPLY_ADD: (SPEC, SHAPES), SUM_SLICES: ("prqs,rs->pq", [(40, 32, 40, 32), (32, 32)])}
+
+
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("way", ["contract", "einsum", "plan"])
-def test_terms_are_not_added_in_place_where_others_look(name, way):
+@pytest.mark.parametrize("row", IN_PLACE)
+def test_nothing_is_written_in_place_where_others_look(name, way, row):
     """A plan without gradients runs natively, also under transforms, modes and autograd."""
-    a, b = map(integers, SHAPES)
-    plan = planner.plan(SPEC, a, b)
-    assert [step.choice.lowering for step in plan.programs.forward.steps] == [MULTIPLY_ADD]
-    call = plan if way == "plan" else partial(getattr(planner, way), SPEC)
-    found, expected = (CONTEXTS[name](call, a, b) for call in (call, partial(torch.einsum, SPEC)))
+    spec, shapes = IN_PLACE[row]
+    a, b = map(integers, shapes)
+    plan = planner.plan(spec, a, b)
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == [row]
+    call = plan if way == "plan" else partial(getattr(planner, way), spec)
+    found, expected = (CONTEXTS[name](call, a, b) for call in (call, partial(torch.einsum, spec)))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("row", IN_PLACE)
+def test_flops_of_products_by_element_are_counted(row):
+    spec, shapes = IN_PLACE[row]
+    operands = [*map(integers, shapes)]
+    with FlopCounterMode(display=False) as counter:
+        planner.contract(spec, *operands)
+    assert counter.get_total_flops() == planner.plan(spec, *operands).cost.flops
+
+
+@st.composite
+def vector_products(draw):
+    """The spec of a product of vectors, or of vectors and matrices, of 2^20 to 2^22 elements, and its sizes."""
+    batch, free, summed = (draw(st.sampled_from(axes)) for axes in (["a", "ab", ""], ["", "c", "cd"], ["k", "kl"]))
+    axes = draw(st.permutations([*batch, *free, *summed]))
+    sizes = {axis: draw(st.sampled_from((2, 3, 5, 8, 16, 31, 64))) for axis in axes}
+    last = draw(st.sampled_from(axes))
+    sizes[last] = -(-draw(st.integers(2**20, 2**22)) // math.prod(n for axis, n in sizes.items() if axis != last))
+    vector, out = ("".join(draw(st.permutations(x))) for x in ([*batch, *summed], [*batch, *free]))
+    terms = draw(st.permutations(["".join(axes), vector]))
+    return f"{','.join(terms)}->{out}", sizes
+
+
+@settings(max_examples=examples(40, 1_000))
+@example(("ai,ai->a", {"a": 4096, "i": 512}), "float32", (False, False))
+@example(("ai,a->i", {"a": 3, "i": 2**20}), "float64", (True, False))
+@given(vector_products(), st.sampled_from(DTYPES), st.tuples(st.booleans(), st.booleans()))
+def test_slices_that_are_summed_are_the_product(product, dtype, strided):
+    """In the memory of the result and of one slice."""
+    spec, sizes = product
+    terms = spec.split("->")[0].split(",")
+    operands = [integers([sizes[e] for e in t], dtype, s and len(t) < 4) for t, s in zip(terms, strided, strict=True)]
+    layouts = tuple(layout_of(x.shape, x.stride()) for x in operands)
+    op = Einsum(planner.resolve(spec, *operands), dtype, layouts if any(layouts) else ())
+    price = TABLE.price(SUM_SLICES, op, CPU)
+    assume(price is not None)
+    assert price.cost.scratch_bytes <= 2**22
+    TABLE.run(SUM_SLICES, op, operands, {})
+    (found,), memory = torch_memory(lambda: TABLE.run(SUM_SLICES, op, operands, {}))
+    assert memory.peak_bytes <= price.cost.scratch_bytes + found.numel() * found.element_size()
+    assert layout_of(found.shape, found.stride()) == (price.layouts[0] if price.layouts else None)
+    assert torch.equal(found, torch.einsum(spec, *operands))

@@ -36,7 +36,7 @@ from planner.backends.torch.products.einsum import (
     has_slow_gradients,
     has_vectors,
 )
-from planner.backends.torch.products.elementwise import MULTIPLY_ADD, MULTIPLY_SUM
+from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
@@ -53,7 +53,7 @@ Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", MULTIPLY_SUM, MULTIPLY_ADD,
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *BY_ELEMENT,
           transposed.TRANSPOSED, "take, multiply, add", *INDEXED)  # fmt: skip
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
@@ -103,6 +103,7 @@ def compile_native(
     tries: bool = False,
     unkept: Collection[int] = (),
     on_cpu: bool = True,
+    records: bool = False,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -123,6 +124,7 @@ def compile_native(
         tries: whether the function will not be called: then it need not be made whole.
         unkept: the numbers of operands that autograd must not keep, because they are copies that no gradient reads.
         on_cpu: whether the calls run on a CPU.
+        records: whether the plan was made for autograd, and so allows for what that allocates beside its steps.
     """
     nodes = list(nodes_of(tree))
     if len(nodes) > MOST_STEPS:
@@ -131,7 +133,8 @@ def compile_native(
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
     reads = reads or Reads()
-    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, reads, tries, unkept, on_cpu)
+    found = (reads, tries, unkept, on_cpu, records)
+    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, *found)
     compiled = compiler.compile(tree)
     return None if compiled is None else compiled[0]
 
@@ -164,7 +167,8 @@ def kept_copies(
         return None
     kept: list[int] = []
     rows = {step.op.spec: step.choice.lowering for step in forward}
-    compiled = compile_native(tree, standins_of(contraction), backward, kept=kept, rows=rows, tries=True)
+    lie = standins_of(contraction)
+    compiled = compile_native(tree, lie, backward, kept=kept, rows=rows, tries=True, records=bool(records))
     return None if compiled is None else sum(kept)
 
 
@@ -183,7 +187,9 @@ def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> fl
     else:
         rows = {step.op.spec: step.choice.lowering for step in forward}
         native = all(row in NATIVE for row in computing) and bool(
-            compile_native(tree, standins_of(contraction), backward, rows=rows, tries=True)
+            compile_native(
+                tree, standins_of(contraction), backward, rows=rows, tries=True, records=programs.by_autograd
+            )
         )
     return 0.0 if native else FUNCTION_SECONDS + GUARDED_SECONDS * len(spec.gathers)
 
@@ -215,6 +221,7 @@ class _Compiler:
     tries: bool
     unkept: Collection[int]
     on_cpu: bool
+    records: bool
 
     def compile(self, tree: Tree, root: bool = True) -> tuple[Run, Strided] | None:
         """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
@@ -246,7 +253,7 @@ class _Compiler:
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
         if (
-            self.rows.get(tree.op.spec) not in (MULTIPLY_SUM, MULTIPLY_ADD, transposed.TRANSPOSED)
+            self.rows.get(tree.op.spec) not in (*BY_ELEMENT, transposed.TRANSPOSED)
             and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
@@ -278,23 +285,22 @@ class _Compiler:
         That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
         """
         kind = stock_kind(op)
-        if self.chosen is not None and self.rows.get(op.spec) == MULTIPLY_SUM:
-            for number, x in enumerate(standins):
-                gradient = transpose(op.spec, number)
-                form = product_form(gradient)
-                wanted = MULTIPLY_SUM if form is not None and form.contracted else "multiply"
-                if x.requires_grad and self.chosen.get(gradient) != wanted:
-                    return False
-            return True
         if self.chosen is None or kind not in ("matmul", "multiply", *INDEXED):
             return True
+        trained = [number for number, x in enumerate(standins) if x.requires_grad]
+        gradients = [transpose(op.spec, number) for number in trained]
+        rows = [self.chosen.get(gradient) for gradient in gradients]
+        if rows.count(MULTIPLY_SUM) > 1 and not self.records:
+            return False  # autograd multiplies for both before it sums for one
+        if self.rows.get(op.spec) == MULTIPLY_SUM:
+            forms = map(product_form, gradients)
+            return rows == [MULTIPLY_SUM if form is not None and form.contracted else "multiply" for form in forms]
         if kind == "matmul":
-            trained = [number for number, x in enumerate(standins) if x.requires_grad]
-            return transposed.TRANSPOSED not in [self.chosen.get(transpose(op.spec, number)) for number in trained]
+            return transposed.TRANSPOSED not in rows
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
-        for number, (term, x) in enumerate(zip(op.spec.inputs, standins, strict=True)):
-            differs = kind in INDEXED or any(op.spec.size(e) != 1 for e in op.spec.output if e not in term)
-            if differs and x.requires_grad and self.chosen.get(transpose(op.spec, number)) != wanted:
+        for number, row in zip(trained, rows, strict=True):
+            repeats = any(op.spec.size(e) != 1 for e in op.spec.output if e not in op.spec.inputs[number])
+            if row != wanted and (kind in INDEXED or repeats):
                 return False
         return True
 
@@ -317,17 +323,11 @@ class _Compiler:
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
             run = evaluation(transposed.result_ops(op.dtype) if root and self.on_cpu else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
-        if self.rows.get(spec) == MULTIPLY_SUM:
-            planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-            order = elementwise.summed_axes(planned)
-            trains, copied = any(x.requires_grad for x in standins), any(x.copied for x in standins)
-            summed = Strided.new(spec.shape(order), trains, copied)
-            return elementwise.summed_product(planned), STRIDE_OPS.permute(
-                summed, [order.index(str(e)) for e in spec.output]
-            )
-        if self.rows.get(spec) == MULTIPLY_ADD:  # autograd cannot record writes in place
-            return None if self.chosen is not None else (elementwise.added_product(op), Strided.new(spec.output_shape))
-        if self.rows.get(spec) == transposed.TRANSPOSED:
+        if (row := self.rows.get(spec)) in BY_ELEMENT:
+            if self.chosen is not None and row != MULTIPLY_SUM:
+                return None  # autograd cannot record writes in place
+            return native_by_element(row, op, standins)
+        if row == transposed.TRANSPOSED:
             return None if self.chosen is not None else transposed.native_transposed(op, standins, self.stride_ops)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None

@@ -36,7 +36,7 @@ from planner.backends.torch.cuda.rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
-from planner.backends.torch.products.batches import dot_scratch
+from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.copied import joint_row, with_quick_copies
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
@@ -220,7 +220,9 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
     parts, spec = flat_stock_work(op, device), op.spec
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
-        parts.append(Work(scratch=dot_scratch(known_product(product_of_rows(spec)), op.dtype)))
+        form = known_product(product_of_rows(spec))
+        seconds = 0.0 if spec.gathers else vector_seconds(form, op, device)
+        parts.append(Work(scratch=dot_scratch(form, op.dtype), seconds=seconds))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

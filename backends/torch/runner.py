@@ -44,7 +44,7 @@ from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
 from planner.backends.torch.ops import dispatches, is_recorded, unseen
-from planner.backends.torch.products.elementwise import MULTIPLY_SUM, summed_product
+from planner.backends.torch.products.elementwise import BY_ELEMENT, summed_product
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.program.calls import Member, RangedIndices, RunPlan
@@ -224,6 +224,7 @@ def _native(
         wraps=wraps,
         unkept=unkept,
         on_cpu=plan.device.kind == "cpu",
+        records=plan.programs.by_autograd,
     )
     reads = Reads()
     native = compiled(reads=reads)
@@ -232,10 +233,10 @@ def _native(
     show = lru_cache(maxsize=1)(partial(compiled, partial(named_native, rows)))  # compiled when a profiler is on first
     # Sizes that are symbols may turn out to be large.
     small = plan.device.kind == "cpu" and plan.dtype in ("float32", "float64") and getattr(index, "sizes", None) is None
-    label, sums = f"planner {plan.text}", MULTIPLY_SUM in rows.values()
+    label, sums = f"planner {plan.text}", not set(BY_ELEMENT).isdisjoint(rows.values())
 
     def counted(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return count_native(op, run_step) if rows.get(op.spec) == MULTIPLY_SUM else run_step
+        return count_native(op, run_step) if rows.get(op.spec) in BY_ELEMENT else run_step
 
     count = lru_cache(maxsize=1)(partial(compiled, counted))  # torch counts no FLOPs of products that are no matrices
 

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.stock import SMALL_MATRIX
+from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.torch.contexts.modes import usual
+from planner.cost.device import Device
 from planner.cost.layout import Layout, neighbours
 from planner.cost.rates import cpu_name
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
+from planner.program.ops import Op
 
 # A dot product is long from `SMALL_MATRIX` terms on: those of fewer torch multiplies in a loop of its own, those of
 # more MKL. 2,048 of 1,024 floats take 6.5 ms by MKL, and 1.6 in parts of so many terms.
@@ -26,6 +29,10 @@ DOT_PART = 128
 # Vectors come second if the matrices have so many neighbours at most: as rows they take 1.1 to 1.7 times as long with
 # 2 to 8 neighbours, and 0.2 to 0.8 times with 16 or more.
 _FEW = 8
+# What MKL takes for each term of long dot products where that is more than reading them; and for each run of neighbours
+# in matrices that it multiplies by vectors, if they are parts of an array that the cache does not hold, and the run is
+# no longer than a line of the cache. One core of an AMD EPYC 7003, torch 2.13, 2026-11-29; runs of 16 took 10 to 18 ns.
+_TERM_SECONDS, _RUN_SECONDS, _LINE_BYTES = 1.35e-9, 12e-9, 64
 _NAMES, _DTYPES = ("float32", "float64"), (torch.float32, torch.float64)
 
 
@@ -44,6 +51,29 @@ def has_long_dots(form: ProductForm) -> bool:
 def dot_scratch(form: ProductForm, dtype: str) -> int:
     """Return the bytes of the results of the parts of dot products."""
     return form.sizes[0] * form.sizes[3] // DOT_PART * itemsize(dtype) if has_long_dots(form) and dtype in _NAMES else 0
+
+
+def vector_seconds(form: ProductForm, op: Op, device: Device) -> float:
+    """Return what products of a batch of vectors take beyond moving and multiplying."""
+    (batch, m, n, k), size = form.sizes, itemsize(op.dtype)
+    if batch == 1 or 1 not in (m, n) or device.products or op.dtype not in _NAMES:
+        return 0.0
+    if m == n:
+        longer = batch * k * _TERM_SECONDS - device.moving_seconds(op.bytes_touched())
+        return max(0.0, longer) if k >= SMALL_MATRIX else 0.0
+    number = int(m == 1)
+    term, layout = op.spec.inputs[number], (op.layouts or (None, None))[number]
+    if matrix_copies(term, layout, form.matrices[number], op.spec):
+        return 0.0
+    order = term if layout is None else [term[d] for run in layout.runs for d in run]
+    run, sizes = 1, dict(zip(term, op.spec.shape(term), strict=True))
+    for axis in reversed(order):
+        if axis in form.batch and sizes[axis] > 1:
+            break
+        run *= sizes[axis]
+    elements = op.spec.elements[number]
+    scattered = run < max(m * n, 1) * k and run * size <= _LINE_BYTES and elements * size > device.cache_bytes
+    return elements / run * _RUN_SECONDS if scattered else 0.0
 
 
 def has_few_neighbours(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:

@@ -18,7 +18,7 @@ from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import VIEW_LAUNCHES, small_matrix_seconds
 from planner.backends.torch.cuda.stock import batch_seconds
 from planner.backends.torch.ops import OPS
-from planner.backends.torch.products.batches import dot_scratch
+from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.einsum import copied_form, least_of_product, refuses_partial_sums
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -172,10 +172,11 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
                    matrices=device.matrices(batch),
                    seconds=batch_seconds(device, read + wide, batch))  # fmt: skip
-    small = Work(seconds=small_matrix_seconds(form, device) if device.kind == "cpu" else 0.0)
+    others = 0.0
     if device.kind == "cpu":
         product = product._replace(scratch=wide + dot_scratch(form, op.dtype))
-    return [product, small, Work(moved=wide + result, fresh=(result,), launches=2)]
+        others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
+    return [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
 
 
 def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
