@@ -7,13 +7,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import examples  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import assume, example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.torch import eager, ops  # noqa: E402
 from planner.backends.torch.products import batches  # noqa: E402
-from planner.backends.torch.products.copied import ONE_COPY, copying_ops  # noqa: E402
+from planner.backends.torch.products.copied import COPY_FIRST, ONE_COPY, copying_ops  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
@@ -199,3 +199,52 @@ def test_the_parts_of_dot_products_are_counted(monkeypatch, row, spec, shapes, i
     TABLE.run(row, op, operands, index)
     (found,), memory = torch_memory(lambda: TABLE.run(row, op, operands, index))
     assert memory.peak_bytes <= 4 * found.numel() + price.cost.scratch_bytes
+
+
+@st.composite
+def products_by_element(draw):
+    """The spec of a product by element, the sizes of its axes, and the order in which each operand lies.
+
+    In the first operand the last axis of the output is not innermost in memory.
+    """
+    out = draw(st.permutations("abcd"[: draw(st.integers(3, 4))]))
+    others = draw(st.lists(st.sampled_from(out[:-1]), unique=True, min_size=1, max_size=len(out) - 2))
+    first = draw(st.permutations([*others, out[-1]]))
+    second = [axis for axis in draw(st.permutations(out)) if axis not in first or draw(st.booleans())]
+    sizes = {axis: draw(st.sampled_from((2, 5, 8, 9))) for axis in out} | {draw(st.sampled_from(out)): 1}
+    terms = ["".join(term) for term in (first, second, out)]
+    inner = draw(st.sampled_from(others))
+    lies = draw(st.permutations([d for d, axis in enumerate(first) if axis != inner])) + [first.index(inner)]
+    return *terms, sizes, [lies, draw(st.permutations(range(len(second))))]
+
+
+@settings(max_examples=examples(60, 2_000))
+@example(("ui", "vi", "iuv", {"u": 4, "v": 5, "i": 2}, [(0, 1), (0, 1)]), torch.float32)
+@given(products_by_element(), st.sampled_from([torch.float32, torch.complex64, torch.int64, torch.bool]))
+def test_operands_that_are_copied_before_they_are_repeated_give_the_product(product, dtype):
+    """In the memory of the copies and of the result, which lies as the row says."""
+    first, second, out, sizes, lies = product
+    a, b = (lying(term, sizes, order, dtype) for term, order in zip((first, second), lies, strict=True))
+    layouts = tuple(layout_of(x.shape, x.stride()) for x in (a, b))
+    spec = planner.resolve(f"{first},{second}->{out}", a, b)
+    op = Einsum(spec, str(dtype).removeprefix("torch."), layouts if any(layouts) else ())
+    price = TABLE.price(COPY_FIRST, op, CPU)
+    assume(price is not None)
+    TABLE.run(COPY_FIRST, op, (a, b), {})
+    (found,), memory = torch_memory(lambda: TABLE.run(COPY_FIRST, op, (a, b), {}))
+    assert memory.peak_bytes <= price.cost.scratch_bytes + found.numel() * found.element_size()
+    assert layout_of(found.shape, found.stride()) == (price.layouts[0] if price.layouts else None)
+    operands = (a.long(), b.long()) if dtype == torch.bool else (a, b)
+    assert torch.equal(found, torch.einsum(f"{first},{second}->{out}", *operands).to(dtype))
+
+
+def test_a_transposed_value_is_copied_once_before_a_product_that_repeats_it():
+    x, y = (integers(*shape).requires_grad_() for shape in ((3, 3, 5), (512, 8, 3)))
+    u = integers(32).requires_grad_()
+    plan = planner.plan("u,ijk,zvj->zuivk", u, x, y)
+    assert COPY_FIRST in [step.choice.lowering for step in plan.steps]
+    found, expected = (call("u,ijk,zvj->zuivk", u, x, y) for call in (planner.contract, torch.einsum))
+    assert torch.equal(found, expected)
+    weights = integers(*found.shape)
+    ours, theirs = (torch.autograd.grad((result * weights).sum(), (u, x, y)) for result in (found, expected))
+    assert all(map(torch.equal, ours, theirs))

@@ -37,7 +37,7 @@ from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
-from planner.backends.torch.products.copied import joint_row, with_quick_copies
+from planner.backends.torch.products.copied import copy_first_row, joint_row, with_quick_copies
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
 from planner.backends.torch.products.transposed import transposed_row
@@ -203,7 +203,7 @@ def make_table() -> Table:
     launches = Launches(
         VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES, CUT_LAUNCHES, TERM_LAUNCHES
     )
-    products = [*sliced_rows(), *elementwise_rows(), transposed_row(), joint_row(product)]
+    products = [*sliced_rows(), *elementwise_rows(), transposed_row(), joint_row(product), copy_first_row()]
     return Table([*stock, *products, *grouped, *on_card], more=launches)
 
 
