@@ -1,6 +1,7 @@
 """Copies of operands of products in torch: which order they have, and how many are made."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -14,8 +15,9 @@ import planner  # noqa: E402
 from planner.backends.torch import eager, ops  # noqa: E402
 from planner.backends.torch.products import batches  # noqa: E402
 from planner.backends.torch.products.copied import COPY_FIRST, ONE_COPY, copying_ops  # noqa: E402
+from planner.backends.torch.products.transposed import FOLLOWING  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
-from planner.cost.layout import layout_of  # noqa: E402
+from planner.cost.layout import layout_of, strides_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.program.calls import RangedIndices  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
@@ -219,31 +221,50 @@ def products_by_element(draw):
 
 
 @settings(max_examples=examples(60, 2_000))
-@example(("ui", "vi", "iuv", {"u": 4, "v": 5, "i": 2}, [(0, 1), (0, 1)]), torch.float32)
-@given(products_by_element(), st.sampled_from([torch.float32, torch.complex64, torch.int64, torch.bool]))
-def test_operands_that_are_copied_before_they_are_repeated_give_the_product(product, dtype):
-    """In the memory of the copies and of the result, which lies as the row says."""
+@example(("ui", "vi", "iuv", {"u": 4, "v": 5, "i": 2}, [(0, 1), (0, 1)]), COPY_FIRST, torch.float32)
+@given(
+    products_by_element(),
+    st.sampled_from([COPY_FIRST, FOLLOWING]),
+    st.sampled_from([torch.float32, torch.complex64, torch.int64, torch.bool]),
+)
+def test_operands_that_are_copied_or_followed_give_the_product(product, row, dtype):
+    """In the memory of copies and of the result, which lies as the row says."""
     first, second, out, sizes, lies = product
     a, b = (lying(term, sizes, order, dtype) for term, order in zip((first, second), lies, strict=True))
     layouts = tuple(layout_of(x.shape, x.stride()) for x in (a, b))
     spec = planner.resolve(f"{first},{second}->{out}", a, b)
     op = Einsum(spec, str(dtype).removeprefix("torch."), layouts if any(layouts) else ())
-    price = TABLE.price(COPY_FIRST, op, CPU)
+    price = TABLE.price(row, op, CPU)
     assume(price is not None)
-    TABLE.run(COPY_FIRST, op, (a, b), {})
-    (found,), memory = torch_memory(lambda: TABLE.run(COPY_FIRST, op, (a, b), {}))
+    TABLE.run(row, op, (a, b), {})
+    (found,), memory = torch_memory(lambda: TABLE.run(row, op, (a, b), {}))
     assert memory.peak_bytes <= price.cost.scratch_bytes + found.numel() * found.element_size()
     assert layout_of(found.shape, found.stride()) == (price.layouts[0] if price.layouts else None)
     operands = (a.long(), b.long()) if dtype == torch.bool else (a, b)
     assert torch.equal(found, torch.einsum(f"{first},{second}->{out}", *operands).to(dtype))
 
 
-def test_a_transposed_value_is_copied_once_before_a_product_that_repeats_it():
-    x, y = (integers(*shape).requires_grad_() for shape in ((3, 3, 5), (512, 8, 3)))
-    u = integers(32).requires_grad_()
-    plan = planner.plan("u,ijk,zvj->zuivk", u, x, y)
+OUTER, OUTER_SHAPES = "u,ijk,zvj->zuivk", [(32,), (3, 3, 5), (512, 8, 3)]
+
+
+def test_a_transposed_value_is_followed_where_no_gradient_is_asked_for():
+    operands = [integers(*shape) for shape in OUTER_SHAPES]
+    plan = planner.plan(OUTER, *operands)
+    assert plan.steps[-1].choice.lowering == FOLLOWING
+    for call in (planner.contract, planner.einsum, partial(planner.contract, memory_limit="1 GB")):
+        assert torch.equal(call(OUTER, *operands), torch.einsum(OUTER, *operands))
+    assert planner.contract(OUTER, *operands).stride() == strides_of(
+        plan.steps[-1].choice.layouts[0], (512, 32, 3, 8, 5)
+    )
+
+
+def test_a_transposed_value_is_copied_before_a_product_that_repeats_it():
+    """The gradient of the result, as a rule, is row-major: with gradients no order is followed."""
+    u, x, y = (integers(*shape).requires_grad_() for shape in OUTER_SHAPES)
+    plan = planner.plan(OUTER, u, x, y)
     assert COPY_FIRST in [step.choice.lowering for step in plan.steps]
-    found, expected = (call("u,ijk,zvj->zuivk", u, x, y) for call in (planner.contract, torch.einsum))
+    assert any(f"{FOLLOWING}: refused, plans with gradients" in str(v) for step in plan.implementations() for v in step)
+    found, expected = (call(OUTER, u, x, y) for call in (planner.contract, torch.einsum))
     assert torch.equal(found, expected)
     weights = integers(*found.shape)
     ours, theirs = (torch.autograd.grad((result * weights).sum(), (u, x, y)) for result in (found, expected))

@@ -54,7 +54,7 @@ Run = Callable[..., Tensor]
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *BY_ELEMENT,
-          transposed.TRANSPOSED, "take, multiply, add", *INDEXED)  # fmt: skip
+          *transposed.REORDERED, "take, multiply, add", *INDEXED)  # fmt: skip
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
     "matmul": ("matmul", "multiply"),
@@ -253,7 +253,7 @@ class _Compiler:
         planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         _, layout = stock_layout(planned)
         if (
-            self.rows.get(tree.op.spec) not in (*BY_ELEMENT, transposed.TRANSPOSED)
+            self.rows.get(tree.op.spec) not in (*BY_ELEMENT, *transposed.REORDERED)
             and not (root and kind == "multiply")
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
@@ -327,8 +327,8 @@ class _Compiler:
             if self.chosen is not None and row != MULTIPLY_SUM:
                 return None  # autograd cannot record writes in place
             return native_by_element(row, op, standins)
-        if row == transposed.TRANSPOSED:
-            return None if self.chosen is not None else transposed.native_transposed(op, standins, self.stride_ops)
+        if row in transposed.REORDERED:
+            return None if self.chosen is not None else transposed.native_reordered(op, standins, self.stride_ops)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices

@@ -40,7 +40,7 @@ from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.copied import copy_first_row, joint_row, with_quick_copies
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
-from planner.backends.torch.products.transposed import transposed_row
+from planner.backends.torch.products.transposed import reordered_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.floor import Launches
@@ -203,7 +203,7 @@ def make_table() -> Table:
     launches = Launches(
         VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES, CUT_LAUNCHES, TERM_LAUNCHES
     )
-    products = [*sliced_rows(), *elementwise_rows(), transposed_row(), joint_row(product), copy_first_row()]
+    products = [*sliced_rows(), *elementwise_rows(), *reordered_rows(), joint_row(product), copy_first_row()]
     return Table([*stock, *products, *grouped, *on_card], more=launches)
 
 

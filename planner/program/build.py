@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from planner.cost.device import Device
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
 from planner.cost.objective import Objective, step_key
@@ -166,10 +165,11 @@ class Lowerer:
         return tuple(single)
 
 
-def lowerer_for(backend: str, device: Device, objective: Objective) -> Lowerer:
-    """Return what chooses, for an objective, among the implementations that a backend has on a device."""
-    table, key = load_backend(backend).table, step_key(objective)
-    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain)
+def lowerer_for(contraction: Contraction, objective: Objective) -> Lowerer:
+    """Return what chooses, for an objective, among the implementations that a plan of a contraction may have."""
+    table, key = load_backend(contraction.backend).table, step_key(objective)
+    names, device = table.names_for(contraction.requires_grad), contraction.device
+    return Lowerer(lambda op: table.choices(op, device, key, names), key, plain=table.plain)
 
 
 class _Builder:

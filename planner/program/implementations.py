@@ -61,6 +61,8 @@ class Implementation:
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
         least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
         slower_than: a row that runs whatever this one runs, in less time; or "".
+        values_only: whether plans with gradients leave it out. Its result lies in an order that costs little as long as
+            the gradient of the result, which the caller computes, lies in the same.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Implementation:
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None
     slower_than: str = ""
+    values_only: bool = False
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -188,6 +191,13 @@ class Table:
     def has_changed(self) -> bool:
         """Whether rows were added, replaced or removed after the table was made."""
         return tuple(self.rows.values()) != self._given
+
+    def names_for(self, requires: Sequence[bool]) -> Names:
+        """Return the names of the rows that a plan may have whose operands require gradients or not; None for all."""
+        if not any(requires):
+            return None
+        names = frozenset([row.name for row in self.rows.values() if not row.values_only])
+        return names if len(names) < len(self.rows) else None
 
     def choices(self, op: Op, device: Device, key: StepKey | None = None, among: Names = None) -> Choices:
         """Return the implementations of an op and their costs, without variants; `among` names all that are asked.

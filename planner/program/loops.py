@@ -254,7 +254,7 @@ def loop_over(
 
 def _make_slice_plan(part: Contraction, tree: Tree) -> PlanRecord:
     """Return the plan of a slice, by a tree for any sizes."""
-    lower = lowerer_for(part.backend, part.device, part.options.objective)
+    lower = lowerer_for(part, part.options.objective)
     small = resize_tree(tree, part.resolved.spec.by_axis, part.gradient_strides)
     programs = build(small, part, given_variables(part), lower, in_loop=True)
     return PlanRecord.of_contraction(

@@ -77,6 +77,7 @@ class SearchSpace:
         self.table = backend.table
         self._stock = frozenset([row.name for row in self.table.rows.values() if row.stock])
         self.requires = contraction.requires_grad
+        self._names = self.table.names_for(self.requires)
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
@@ -98,11 +99,12 @@ class SearchSpace:
     ) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
 
-        With symbolic sizes they are stock ones, because these need no numbers.
+        With gradients they are those that plans with gradients may have. With symbolic sizes they are stock ones,
+        because these need no numbers.
         """
         if self.contraction.symbols:
             return [c for c in self.stock_choices(op) if among is None or c.lowering in among]
-        return self._with_exchange(op, self.table.choices(op, self.device, key, among))
+        return self._with_exchange(op, self.table.choices(op, self.device, key, among or self._names))
 
     def _with_exchange(self, op: Op, choices: Sequence[PricedImplementation]) -> Sequence[PricedImplementation]:
         """Add to prices, on a mesh, the time in which devices add up the results of an op."""

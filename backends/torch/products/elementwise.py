@@ -155,18 +155,16 @@ def _find_slices(op: Op) -> str | tuple[str, int]:
     form = _find_vectors(op)
     if isinstance(form, str):
         return form
-    out, size_of = term_axes(op.spec.output), op.spec.size
-    axis = next((e for e in _summed_order(op)[0] if e in out and size_of(e) > 1), None)
-    if axis is None:
-        return "the result has one element"
-    size = joint_elements(op.spec) * itemsize(op.dtype)
-    length = _slice_length(size, size_of(axis))
-    if 2 * length > size_of(axis):
-        return "the product is as small as two slices"
-    least = size_of(axis) % length or length
-    if least * math.prod(op.spec.output_shape) == size_of(axis):
-        return "a slice is summed to one element, which torch does in parts that need memory"
-    return (axis, length) if size * length <= 2 * _SLICE_BYTES * size_of(axis) else "slices do not fit in the cache"
+    out, size = term_axes(op.spec.output), joint_elements(op.spec) * itemsize(op.dtype)
+    for axis in _summed_order(op)[0]:
+        whole = op.spec.size(axis)
+        length = _slice_length(size, whole)
+        if axis not in out or 2 * length > whole or size * length > 2 * _SLICE_BYTES * whole:
+            continue
+        # Torch sums to one element in parts, which need memory.
+        if (whole % length or length) * math.prod(op.spec.output_shape) > whole:
+            return axis, length
+    return "no axis of the result cuts the product into slices that fit in the cache"
 
 
 def _slice_length(size: int, length: int) -> int:
