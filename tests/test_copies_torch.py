@@ -17,7 +17,7 @@ from planner.backends.torch.products import batches  # noqa: E402
 from planner.backends.torch.products.copied import COPY_FIRST, ONE_COPY, copying_ops  # noqa: E402
 from planner.backends.torch.products.transposed import FOLLOWING  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
-from planner.cost.layout import layout_of, strides_of  # noqa: E402
+from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.program.calls import RangedIndices  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
@@ -253,9 +253,7 @@ def test_a_transposed_value_is_followed_where_no_gradient_is_asked_for():
     assert plan.steps[-1].choice.lowering == FOLLOWING
     for call in (planner.contract, planner.einsum, partial(planner.contract, memory_limit="1 GB")):
         assert torch.equal(call(OUTER, *operands), torch.einsum(OUTER, *operands))
-    assert planner.contract(OUTER, *operands).stride() == strides_of(
-        plan.steps[-1].choice.layouts[0], (512, 32, 3, 8, 5)
-    )
+    assert not planner.contract(OUTER, *operands).is_contiguous()
 
 
 def test_a_transposed_value_is_copied_before_a_product_that_repeats_it():

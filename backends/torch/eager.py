@@ -327,7 +327,7 @@ class _Compiler:
             if self.chosen is not None and row != MULTIPLY_SUM:
                 return None  # autograd cannot record writes in place
             return native_by_element(row, op, standins)
-        if row in transposed.REORDERED:
+        if row in transposed.REORDERED and not (root and kind == "multiply"):  # torch's own order is as good
             return None if self.chosen is not None else transposed.native_reordered(op, standins, self.stride_ops)
         result = evaluation(self.stride_ops, spec)(standins, {}, False)
         recorded = self.chosen is not None
