@@ -89,6 +89,7 @@ class _Family:
     ) -> None:
         names, given = call
         self.table, self.device, self.bind, self.alike = backend.table, plan.device, bind, alike
+        self.names = self.table.names_for(plan.requires_grad)
         self.reader = SizeReader(plan.resolved.spec, contraction, names)
         places = self.reader.places(self.reader.given(given))
         specs = dict.fromkeys(product_of_rows(step.op.spec) for step in plan.steps)
@@ -135,7 +136,9 @@ class _Family:
             resized = dataclasses.replace(op, spec=at_sizes(op.spec))
             if (answer := asked(resized)) is None:  # the row refuses the op, so another runs it
                 key = step_key("time")
-                choices = self.table.choices(resized, self.device, key)  # none if no step computes both gradients
+                choices = self.table.choices(
+                    resized, self.device, key, self.names
+                )  # none if no step computes both gradients
                 answer = min(choices, key=lambda choice: key(choice.cost)).lowering if choices else ""
             facts.append(answer)
         return tuple(facts)

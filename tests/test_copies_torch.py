@@ -20,8 +20,11 @@ from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.program.calls import RangedIndices  # noqa: E402
+from planner.program.forms import product_form  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.loops import plan_of_tree  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
+from planner.program.tree import keep_nothing  # noqa: E402
 
 TABLE = load_backend("torch").table
 
@@ -267,3 +270,36 @@ def test_a_transposed_value_is_copied_before_a_product_that_repeats_it():
     weights = integers(*found.shape)
     ours, theirs = (torch.autograd.grad((result * weights).sum(), (u, x, y)) for result in (found, expected))
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_no_plan_with_gradients_follows_an_operand():
+    """Nor does one that computes its values again, or whose sizes are others."""
+    operands = [planner.Operand(shape, requires_grad=True) for shape in OUTER_SHAPES]
+    plan = planner.plan(OUTER, *operands, backend="torch")
+    again = plan_of_tree(plan, plan.contraction, keep_nothing(plan.tree), {}, "")
+    assert FOLLOWING not in [step.choice.lowering for step in again.steps]
+    for size in (450, 500):
+        u, x, y = (integers(*shape).requires_grad_() for shape in ((32,), (3, 3, 5), (size, 8, 3)))
+        found, expected = (call(OUTER, u, x, y) for call in (planner.contract, torch.einsum))
+        assert found.is_contiguous()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "nanoseconds"),
+    [
+        ("ai,ai->a", [(4096, 512)] * 2, 1.35 * 2**21),  # terms of long dot products, less what reading takes
+        ("ai,ai->a", [(4096, 256)] * 2, 0),
+        ("bdn,dn->bd", [(256, 1024, 16), (1024, 16)], 12 * 2**18),  # runs of 16 floats of matrices that lie apart
+        ("bdn,bd->dn", [(256, 1024, 16), (256, 1024)], 12 * 2**18),
+        ("dbn,dn->bd", [(1024, 256, 16), (1024, 16)], 0),  # each matrix lies in one piece
+        ("bdn,dn->bd", [(256, 256, 64), (256, 64)], 0),
+        ("bdn,dn->bd", [(16, 1024, 16), (1024, 16)], 0),  # in the cache
+        ("bn,dn->bd", [(256, 16), (1024, 16)], 0),
+    ],
+)
+def test_what_mkl_takes_long_for_is_priced(spec, shapes, nanoseconds):
+    op = Einsum(planner.resolve(spec, *shapes), "float32")
+    moving = CPU.moving_seconds(op.bytes_touched()) * (op.spec.output == ("a",))
+    expected = max(0, nanoseconds * 1e-9 - moving) if nanoseconds else 0
+    assert batches.vector_seconds(product_form(op.spec), op, CPU) == pytest.approx(expected)

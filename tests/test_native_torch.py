@@ -542,3 +542,26 @@ def test_a_small_product_is_einsums_own_unless_another_plan_is_clearly_faster(sp
     least = refine.call_seconds(other.contraction, other)
     assert least <= refine.call_seconds(own.contraction, own) <= 1.2 * least
     planner.caches().clear()  # of plans made with another bar
+
+
+@pytest.mark.parametrize("optimize", ["auto", "optimal"])
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("a,ai->ai", [(300,), (300, 300)]),
+        ("i,ai->ai", [(300,), (300, 300)]),
+        ("ai,a->ai", [(300, 300), (300,)]),
+        ("a,aij->aij", [(64,), (64, 30, 30)]),
+        ("ik,kj->ikj", [(5, 784), (784, 10)]),
+        ("kb,akb->ab", [(16, 300), (16, 16, 300)]),
+    ],
+)
+def test_peaks_of_summed_gradients_are_those_of_who_computes_them(spec, shapes, optimize):
+    """Autograd multiplies for both operands before it sums for the first."""
+    operands = [integers(*shape, grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, optimize=optimize)
+    result = plan(*operands)
+    weights = torch.ones_like(result)
+    torch.autograd.grad(result, operands, weights, retain_graph=True)
+    _, memory = torch_memory(lambda: torch.autograd.grad(result, operands, weights, retain_graph=True))
+    assert memory.peak_bytes <= plan.cost.backward.peak_bytes <= 1.1 * memory.peak_bytes

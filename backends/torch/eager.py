@@ -6,8 +6,8 @@ autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
 - the result of a step would have other strides than the plan says, but for a product by element that comes last;
-- the plan transposes a product or its gradient, or adds up its terms in place, or it has long batched vectors;
-- an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
+- the plan transposes a product or its gradient, writes slices or terms of it in place, or has long batched vectors;
+- an operand is repeated along an axis in a product, and the plan sums its gradient otherwise, or earlier, than torch;
 - a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
 
@@ -133,8 +133,8 @@ def compile_native(
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
     pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
     reads = reads or Reads()
-    found = (reads, tries, unkept, on_cpu, records)
-    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, *found)
+    rest = (reads, tries, unkept, on_cpu, records)
+    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, *rest)
     compiled = compiler.compile(tree)
     return None if compiled is None else compiled[0]
 
@@ -167,8 +167,8 @@ def kept_copies(
         return None
     kept: list[int] = []
     rows = {step.op.spec: step.choice.lowering for step in forward}
-    lie = standins_of(contraction)
-    compiled = compile_native(tree, lie, backward, kept=kept, rows=rows, tries=True, records=bool(records))
+    standins = standins_of(contraction)
+    compiled = compile_native(tree, standins, backward, kept=kept, rows=rows, tries=True, records=bool(records))
     return None if compiled is None else sum(kept)
 
 
@@ -282,7 +282,8 @@ class _Compiler:
     def _differentiates_alike(self, op: Op, standins: Sequence[Strided]) -> bool:
         """Return whether the plan computes the gradients of a step as torch does.
 
-        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
+        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum. Autograd
+        multiplies for both operands before it sums for the first, which only its own plans allow for.
         """
         kind = stock_kind(op)
         if self.chosen is None or kind not in ("matmul", "multiply", *INDEXED):
@@ -290,8 +291,8 @@ class _Compiler:
         trained = [number for number, x in enumerate(standins) if x.requires_grad]
         gradients = [transpose(op.spec, number) for number in trained]
         rows = [self.chosen.get(gradient) for gradient in gradients]
-        if rows.count(MULTIPLY_SUM) > 1 and not self.records:
-            return False  # autograd multiplies for both before it sums for one
+        if MULTIPLY_SUM in rows[:-1] and not self.records:
+            return False
         if self.rows.get(op.spec) == MULTIPLY_SUM:
             forms = map(product_form, gradients)
             return rows == [MULTIPLY_SUM if form is not None and form.contracted else "multiply" for form in forms]

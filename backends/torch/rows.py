@@ -201,7 +201,14 @@ def make_table() -> Table:
             product = with_quick_copies(dataclasses.replace(row, inexact=("cuda",)))
             stock[place : place + 1] = [product, _of_integers(row)]
     launches = Launches(
-        VIEW_LAUNCHES, SCATTERED_LAUNCHES, SLICE_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES, CUT_LAUNCHES, TERM_LAUNCHES
+        VIEW_LAUNCHES,
+        SCATTERED_LAUNCHES,
+        SLICE_LAUNCHES,
+        TAKE_LAUNCHES,
+        ADD_LAUNCHES,
+        CUT_LAUNCHES,
+        TERM_LAUNCHES,
+        follows=True,
     )
     products = [*sliced_rows(), *elementwise_rows(), *reordered_rows(), joint_row(product), copy_first_row()]
     return Table([*stock, *products, *grouped, *on_card], more=launches)

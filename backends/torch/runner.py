@@ -233,7 +233,7 @@ def _native(
     show = lru_cache(maxsize=1)(partial(compiled, partial(named_native, rows)))  # compiled when a profiler is on first
     # Sizes that are symbols may turn out to be large.
     small = plan.device.kind == "cpu" and plan.dtype in ("float32", "float64") and getattr(index, "sizes", None) is None
-    label, sums = f"planner {plan.text}", not set(BY_ELEMENT).isdisjoint(rows.values())
+    label, by_element = f"planner {plan.text}", not set(BY_ELEMENT).isdisjoint(rows.values())
 
     def counted(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return count_native(op, run_step) if rows.get(op.spec) in BY_ELEMENT else run_step
@@ -246,7 +246,7 @@ def _native(
         if watched():  # as it also is by a compiler, which runs a call on tensors without values
             if small and compiles() and not bare_operators():
                 return fuse()(views)
-            if sums and not profiler._is_profiler_enabled:
+            if by_element and not profiler._is_profiler_enabled:
                 return count()(views)
         if profiler._is_profiler_enabled:
             with Range(label):

@@ -60,6 +60,7 @@ class Launches:
     add: float = 0.0
     cut: float = math.inf
     term: float = math.inf
+    follows: bool = False
 
 
 def product_floor(
@@ -363,7 +364,7 @@ def view_launches(
     product = xp.where((left & wide == 0) | (right & wide == 0), xp.minimum(product, by_element), product)
     # An elementwise product: an operand that lacks axes of the result, or has them in another order, is viewed.
     lacks = 1 * (a != out) + (b != out)
-    if looks:
+    if looks and not launches.follows:
         for order, axes in ((of_a, a & out), (of_b, b & out)):
             lacks = lacks + 1 * order.turns(order.place(axes)) * (of_out.own == 0)
     multiplied = launches.view * lacks + launches.scattered * (lacks > 0)

@@ -165,11 +165,13 @@ class Lowerer:
         return tuple(single)
 
 
-def lowerer_for(contraction: Contraction, objective: Objective) -> Lowerer:
+def lowerer_for(
+    contraction: Contraction, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})
+) -> Lowerer:
     """Return what chooses, for an objective, among the implementations that a plan of a contraction may have."""
     table, key = load_backend(contraction.backend).table, step_key(objective)
     names, device = table.names_for(contraction.requires_grad), contraction.device
-    return Lowerer(lambda op: table.choices(op, device, key, names), key, plain=table.plain)
+    return Lowerer(lambda op: table.choices(op, device, key, names), key, fixed, table.plain)
 
 
 class _Builder:

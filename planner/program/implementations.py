@@ -193,7 +193,11 @@ class Table:
         return tuple(self.rows.values()) != self._given
 
     def names_for(self, requires: Sequence[bool]) -> Names:
-        """Return the names of the rows that a plan may have whose operands require gradients or not; None for all."""
+        """Return the names of the rows that a plan may have, or None for all. With gradients none is `values_only`.
+
+        Args:
+            requires: for each operand of the plan, whether it requires a gradient.
+        """
         if not any(requires):
             return None
         names = frozenset([row.name for row in self.rows.values() if not row.values_only])

@@ -18,13 +18,12 @@ from functools import lru_cache
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost
 from planner.cost.layout import Layout, layout_of, row_major, strides_in
-from planner.cost.objective import step_key
 from planner.language.derive import resize_spec, slice_spec
 from planner.language.dtypes import accumulator, itemsize
 from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
-from planner.program.build import Lowerer, build, given_variables, lowerer_for
+from planner.program.build import build, given_variables, lowerer_for
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Table
@@ -171,8 +170,7 @@ def plan_of_tree(
         fixed: the steps whose implementations are known.
         origin: where the tree is from.
     """
-    table = load_backend(plan.backend).table
-    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
+    lower = lowerer_for(contraction, plan.options.objective, fixed)
     programs = build(tree, contraction, given_variables(contraction), lower)
     return PlanRecord.of_contraction(contraction, tree=tree, programs=programs, proven=False, origin=origin)
 

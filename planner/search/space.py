@@ -104,7 +104,9 @@ class SearchSpace:
         """
         if self.contraction.symbols:
             return [c for c in self.stock_choices(op) if among is None or c.lowering in among]
-        return self._with_exchange(op, self.table.choices(op, self.device, key, among or self._names))
+        return self._with_exchange(
+            op, self.table.choices(op, self.device, key, self._names if among is None else among)
+        )
 
     def _with_exchange(self, op: Op, choices: Sequence[PricedImplementation]) -> Sequence[PricedImplementation]:
         """Add to prices, on a mesh, the time in which devices add up the results of an op."""
@@ -218,6 +220,8 @@ class SearchSpace:
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         fused = fused_terms(self.table, self.device)
         known = self.table.more if self.device.kind == "cpu" else None
+        if known is not None and known.follows and self._names is not None:
+            known = dataclasses.replace(known, follows=False)  # plans with gradients leave such rows out
         more = None if self.table.has_changed else known
         listed = more is not None and not self.network.gathers and len(self.operands) > 2
         orders = self.steps.orders if listed else None  # of one product nothing has to be known

@@ -1,6 +1,7 @@
-"""Batches of vectors, in the order in which an Intel Xeon multiplies them fastest. Other processors take them as given.
+"""Batches of vectors: the order in which an Intel Xeon multiplies them fastest, and what MKL takes for some of them.
 
-Measured on one core with AVX-512, torch 2.13, 2026-11-29. Any module of `backends/torch/` may ask it.
+Other processors take them as given. The order was measured on one core with AVX-512, torch 2.13, 2026-11-29. Any module
+of `backends/torch/` may ask this one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.stock import Product, evaluation, is_swapped, matmul_product
-from planner.backends.common.stock_layout import matrix_copies, product_copies, stock_layout
+from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import VIEW_LAUNCHES, flat_stock_work, stock_kind
 from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
 from planner.cost.device import Device
@@ -128,7 +128,6 @@ def copy_first_row() -> Implementation:
         _find_strided,
         _strided_work,
         _run_strided,
-        lambda op, found: (stock_layout(found)[1],),
         any_sizes=True,
         inputs=2,
         kinds=("cpu",),
@@ -155,26 +154,27 @@ def _find_strided(op: Op) -> Einsum | str:
 
 
 def _strided_work(op: Op, copied: Einsum, device: Device) -> list[Work]:
-    parts = flat_stock_work(copied, device)
-    lie = zip(op.spec.inputs, copied.spec.inputs, op.layouts or (None, None), strict=True)
-    for number, (term, order, layout) in enumerate(lie):
-        if _is_copied(op, copied, number):
-            seconds = short_run_seconds(term_axes(order), [term], op.spec, device, [layout])
-            copy = Work.of_copies(op.spec.elements[number] * itemsize(op.dtype))
-            parts += [copy._replace(launches=1 + VIEW_LAUNCHES), Work(seconds=seconds)]
+    parts, layouts = flat_stock_work(copied, device), op.layouts or (None, None)
+    for number in _copied_numbers(op, copied):
+        order, lies = term_axes(copied.spec.inputs[number]), [op.spec.inputs[number]]
+        seconds = short_run_seconds(order, lies, op.spec, device, [layouts[number]])
+        copy = Work.of_copies(op.spec.elements[number] * itemsize(op.dtype))
+        parts += [copy._replace(launches=1 + VIEW_LAUNCHES), Work(seconds=seconds)]
     return parts
 
 
-def _is_copied(op: Op, copied: Einsum, number: int) -> bool:
-    lie = [each.layouts[number] if each.layouts else None for each in (op, copied)]
-    return op.spec.inputs[number] != copied.spec.inputs[number] or lie[0] != lie[1]
+@cached_by_step
+def _copied_numbers(op: Op, copied: Einsum) -> list[int]:
+    """Return the numbers of the operands that are copied."""
+    lie = [zip(each.spec.inputs, each.layouts or (None, None), strict=True) for each in (op, copied)]
+    return [number for number, (before, after) in enumerate(zip(*lie, strict=True)) if before != after]
 
 
 def _run_strided(op: Op, copied: Einsum, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    given = []
-    for number, (x, term, order) in enumerate(zip(inputs, op.spec.inputs, copied.spec.inputs, strict=True)):
-        turned = x.permute([term.index(axis) for axis in order])
-        given.append(turned.contiguous() if _is_copied(op, copied, number) else x)
+    given = list(inputs)
+    for number in _copied_numbers(op, copied):
+        term, order = op.spec.inputs[number], copied.spec.inputs[number]
+        given[number] = inputs[number].permute([term.index(axis) for axis in order]).contiguous()
     return (evaluation(OPS, copied.spec)(given, {}, False),)
 
 

@@ -149,8 +149,9 @@ def summed_product(op: Op) -> Product:
 def _find_slices(op: Op) -> str | tuple[str, int]:
     """Return the axis that cuts a product into slices which fit in the cache, and how long a slice is.
 
-    `sliced_sum` multiplies and sums one after the other. The whole product would not stay in the cache, and its memory
-    is new to the process: 2^21 products that are summed by 512 take 3.4 ms as a whole, ... by slices.
+    `sliced_sum` multiplies and sums one after the other. The whole product would take memory, and would not stay in
+    the cache. Of 2^21 products that are summed by 512, both ways take 0.9 ms once a process has that memory, and `bmm`
+    takes 2.8 (one core of an AMD EPYC 7003, torch 2.13, 2026-11-29).
     """
     form = _find_vectors(op)
     if isinstance(form, str):

@@ -136,7 +136,9 @@ def _find_order(op: Op) -> Op | str:
     term, layout = spec.inputs[number], (op.layouts or (None, None))[number]
     lies = term if layout is None else [term[d] for run in layout.runs for d in run]
     order = (*(axis for axis in out if axis not in lies), *lies)
-    if sorted(order) != sorted(out) or order == out:
+    if sorted(order) != sorted(out):
+        return "the larger operand repeats elements, or has an axis that the result lacks"
+    if order == out:
         return "the result lies as the larger operand does"
     return dataclasses.replace(op, spec=Spec(spec.inputs, order, spec.sizes))
 
@@ -149,26 +151,26 @@ def _order_of(find: Callable[[Op], Op | str], op: Op) -> Term | None:
 
 def _work(op: Op, ordered: Op, device: Device) -> list[Work]:
     form = known_product(ordered.spec)
-    views = VIEW_LAUNCHES if form.batch or len(ordered.spec.output) > 2 else 0
+    views = VIEW_LAUNCHES if not form.contracted or form.batch or len(ordered.spec.output) > 2 else 0
     return [*flat_stock_work(ordered, device), Work(launches=views)]
 
 
 def _run(op: Op, ordered: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    return (_product(op)(*inputs),)
+    return (_viewed(op.spec, ordered.spec)(*inputs),)
+
+
+def _product(op: Op) -> Product:
+    """Return the function that multiplies two operands, and returns a view of the transposed result."""
+    found = _transpose(op)
+    assert not isinstance(found, str)
+    return _viewed(op.spec, found[0].spec)
 
 
 @cached_by_step
-def _product(op: Op) -> Product:
-    """Return the function that multiplies two operands in another order of axes, and views the result in its own."""
-    if not known_product(op.spec).contracted:
-        found = _find_order(op)
-        spec = op.spec if isinstance(found, str) else found.spec
-    else:
-        transposed = _transpose(op)
-        assert not isinstance(transposed, str)
-        spec = transposed[0].spec
+def _viewed(given: Spec, spec: Spec) -> Product:
+    """Return the function that computes a product in another order of axes, and views the result in the given one."""
     product = OPS.product(known_product(spec), spec)
-    back = viewing([spec.output.index(e) for e in op.spec.output], (1,) * len(spec.output))
+    back = viewing([spec.output.index(e) for e in given.output], (1,) * len(spec.output))
     return lambda a, b: back(product(a, b))
 
 
@@ -253,7 +255,7 @@ def native_reordered(op: Op, standins: Sequence[Strided], ops: StrideOps) -> tup
         return None
     spec, output = found.spec, term_axes(found.spec.output)
     result = evaluation(ops, spec)(standins, {}, False)
-    run = _product(planned) if multiplies else _native_calls(planned, spec)
+    run = _viewed(op.spec, spec) if multiplies else _native_calls(planned, spec)
     return run, STRIDE_OPS.permute(result, [output.index(str(e)) for e in op.spec.output])
 
 
