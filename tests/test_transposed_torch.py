@@ -275,9 +275,9 @@ def test_vectors_without_unit_strides_are_copied_at_once():
         ("ijk,zuvij->zvk", (3, 3, 5), (64, 2, 8, 3, 3), True),
         ("kn,zuk->zn", (8, 8), (512, 2, 8), True),
         ("kn,zuk->zn", (7, 8), (512, 2, 7), False),  # too few elements
-        ("kn,zuk->zn", (8, 9), (2048, 2, 8), False),  # too many columns
-        ("kn,zuk->zn", (33, 4), (2048, 2, 33), False),  # too many terms
-        ("bkn,bzuk->bzn", (2, 8, 8), (2, 2048, 2, 8), False),  # a batch
+        ("kn,zuk->zn", (8, 10), (2048, 2, 8), False),  # too many columns
+        ("kn,zuk->zn", (65, 4), (2048, 2, 65), False),  # too many terms
+        ("bkn,bzuk->bzn", (2, 16, 9), (2, 2048, 2, 16), True),  # a batch
         ("kn,kuz->zn", (8, 8), (8, 2, 2048), True),  # the rows lie as columns
         ("kn,zk->zn", (8, 8), (2048, 8), False),  # einsum's result is row-major
     ],
@@ -289,6 +289,23 @@ def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b
     (shapes,), _ = shapes_of_products(lambda: planner.contract(spec, *operands))
     assert (shapes[0][-2] < shapes[1][-1]) == (turns and (amd or "kuz" in spec))
     assert torch.equal(planner.contract(spec, *operands), torch.einsum(spec, *operands))
+    planner.caches().clear()
+
+
+@pytest.mark.parametrize("amd", [False, True])
+def test_the_last_of_several_products_is_multiplied_as_columns_on_amd_alone(amd, monkeypatch):
+    """`planner.einsum` returns what can be viewed as einsum's result can."""
+    monkeypatch.setattr(transposed, "_is_amd", lambda: amd)
+    planner.caches().clear()
+    spec, operands = "bzi,ik,kn->bzn", [integers(4, 4096, 3), integers(3, 16), integers(16, 5)]
+    plan = planner.plan(spec, *operands, optimize=((0, 1), (0, 1)))
+    (*_, last), _ = shapes_of_products(lambda: plan(*operands))
+    expected = torch.einsum(spec, *operands)
+    assert torch.equal(plan(*operands), expected)
+    assert (last[1][-1] == 4 * 4096) == amd
+    for call in (planner.contract, planner.einsum):
+        assert torch.equal(call(spec, *operands), expected)
+    assert planner.einsum(spec, *operands).view(-1).equal(expected.view(-1))
     planner.caches().clear()
 
 

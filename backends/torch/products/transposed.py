@@ -52,7 +52,7 @@ LEAST_ELEMENTS = 2**14
 _MOST_TERMS, _LEAST_ROWS, _LARGE_RESULT = 9, 64, 2**17
 # A product whose rows lie as rows is transposed if it has at most so many columns and terms, and so many elements in
 # the operand with the rows; see `is_faster_on_amd`.
-_MOST_COLUMNS, _MOST_ROW_TERMS, _LEAST_ROW_ELEMENTS = 8, 32, 2**12
+_MOST_COLUMNS, _MOST_ROW_TERMS, _LEAST_ROW_ELEMENTS = 9, 64, 2**12
 # An outer product gets another order of axes if its runs have at most so many elements, if the larger operand has so
 # many times as many, and if the result has so many: then that saves more than the view takes.
 _SHORT_RUN, _MUCH_LONGER, _LEAST_OUTER = 16, 4, 2**10
@@ -198,8 +198,9 @@ def is_faster_on_amd(op: Op) -> bool:
     """Whether the transpose of a product with few columns is faster though the rows lie as rows in memory.
 
     On one core of an AMD EPYC with AVX-512, products of 2,048 and 20,000 rows, 3 to 32 terms and 2, 5 and 8 columns
-    took 0.1 to 0.6 of the time (torch 2.13, 2026-11-29); of 16 columns, 1.0 to 1.7. An Intel Xeon takes up to 11 times
-    as long.
+    took 0.1 to 0.6 of the time (torch 2.13, 2026-11-29); of 16 columns, 1.0 to 1.7. On an EPYC 7003, products of 2,000
+    and 16,384 rows, 4 to 64 terms and 2, 5, 8 and 9 columns took 0.1 to 0.9, one and batches of 8. An Intel Xeon takes
+    up to 11 times as long.
     """
     found = _transpose(op) if _is_amd() else ""
     if isinstance(found, str):
@@ -209,7 +210,7 @@ def is_faster_on_amd(op: Op) -> bool:
     number = row_operand(form, op.spec)
     lie_as_rows = neighbours(op.spec.inputs[number], layouts[number], op.spec) in form.contracted
     few = 2 <= columns <= _MOST_COLUMNS and has_few_columns(rows, columns) and 2 <= terms <= _MOST_ROW_TERMS
-    return lie_as_rows and few and batch == 1 and rows * terms >= _LEAST_ROW_ELEMENTS
+    return lie_as_rows and few and batch * rows * terms >= _LEAST_ROW_ELEMENTS
 
 
 @lru_cache
@@ -284,7 +285,7 @@ def last_product(op: Op, standins: Sequence[Strided], operands: Sequence[Strided
     # A product of operands as they are runs as einsum's own, whose result is row-major. If einsum sums an operand
     # first, it may multiply the other way round.
     is_single = all(any(x is operand for operand in operands) for x in standins)
-    if len(operands) != 2 or is_single or not is_faster_on_amd(planned):
+    if len(operands) < 2 or is_single or not is_faster_on_amd(planned):
         return None
     found = _transpose(planned)
     assert not isinstance(found, str)
