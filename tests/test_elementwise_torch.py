@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends.torch.products.elementwise import MULTIPLY_ADD, SUM_SLICES  # noqa: E402
+from planner.backends.torch.products.elementwise import MULTIPLY_ADD, SUM_SLICES, sliced_sum  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
@@ -217,3 +217,12 @@ def test_slices_that_are_summed_are_the_product(product, dtype, strided):
     assert memory.peak_bytes <= price.cost.scratch_bytes + found.numel() * found.element_size()
     assert layout_of(found.shape, found.stride()) == (price.layouts[0] if price.layouts else None)
     assert torch.equal(found, torch.einsum(spec, *operands))
+
+
+def test_slices_of_nothing_are_summed_to_nothing():
+    """The functions of a row run at any sizes."""
+    op = Einsum(planner.resolve("prqs,rs->pq", (40, 32, 40, 32), (32, 32)), "float32")
+    run = sliced_sum(op)
+    for shape in ((0, 32, 7, 32), (7, 32, 0, 32), (1, 32, 7, 32), (41, 32, 7, 32)):
+        a, b = integers(shape), integers((32, 32))
+        assert torch.equal(run(a, b), torch.einsum("prqs,rs->pq", a, b))

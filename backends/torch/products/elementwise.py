@@ -215,7 +215,7 @@ def sliced_sum(op: Op) -> Product:
         result = x.new_empty([n for place, n in enumerate(shape) if place not in summed])
         shape[dim] = min(size, length)
         scratch = x.new_empty(shape)
-        count = -(-size // length)
+        count = max(1, -(-size // length))
         parts = [t.split(length, dim) if t.shape[dim] > 1 else [t] * count for t in (x, y)]
         for x, y, into in zip(*parts, result.split(length, out_dim), strict=True):
             part = scratch.narrow(dim, 0, into.shape[out_dim])
