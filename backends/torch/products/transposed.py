@@ -285,7 +285,7 @@ def last_product(op: Op, standins: Sequence[Strided], operands: Sequence[Strided
     # A product of operands as they are runs as einsum's own, whose result is row-major. If einsum sums an operand
     # first, it may multiply the other way round.
     is_single = all(any(x is operand for operand in operands) for x in standins)
-    if len(operands) < 2 or is_single or not is_faster_on_amd(planned):
+    if len(operands) != 2 or is_single or not is_faster_on_amd(planned):
         return None
     found = _transpose(planned)
     assert not isinstance(found, str)
