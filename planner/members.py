@@ -89,7 +89,7 @@ class _Family:
     ) -> None:
         names, given = call
         self.table, self.device, self.bind, self.alike = backend.table, plan.device, bind, alike
-        self.names = self.table.names_for(plan.requires_grad)
+        self.names = self.table.names_for(plan)
         self.reader = SizeReader(plan.resolved.spec, contraction, names)
         places = self.reader.places(self.reader.given(given))
         specs = dict.fromkeys(product_of_rows(step.op.spec) for step in plan.steps)

@@ -285,6 +285,12 @@ def test_no_plan_with_gradients_follows_an_operand():
         assert torch.equal(found, expected)
 
 
+def test_no_plan_with_index_arrays_follows_an_operand():
+    """Sums by segments take longer then."""
+    plan = planner.plan("ex, ec -> d[e]xc", (2048, 3), (2048, 16), d=(2048,), sizes={"d": 2048}, backend="torch")
+    assert [step.choice.lowering for step in plan.steps] == ["multiply", "segment sum"]
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes", "nanoseconds"),
     [

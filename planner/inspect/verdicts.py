@@ -51,10 +51,10 @@ def verdicts(plan: PlanRecord) -> tuple[tuple[ImplementationVerdict, ...], ...]:
 def step_verdicts(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
     """Return a verdict on each implementation of a step: the chosen one, others by their time, then refused ones."""
     table, chosen, judged = load_backend(plan.backend).table, step.choice.lowering, []
-    names = table.names_for(plan.requires_grad)
+    names = table.names_for(plan)
     for name, found in table_verdicts(table, step.op, plan.device, chosen).items():
         if names is not None and name not in names and isinstance(found, StepCost):
-            found = "plans with gradients leave it out"
+            found = "plans with gradients or index arrays leave it out"
         cost, refusal = (found, "") if isinstance(found, StepCost) else (None, found)
         judged.append(ImplementationVerdict(name, cost, refusal, name == chosen))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))

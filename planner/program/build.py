@@ -170,7 +170,7 @@ def lowerer_for(
 ) -> Lowerer:
     """Return what chooses, for an objective, among the implementations that a plan of a contraction may have."""
     table, key = load_backend(contraction.backend).table, step_key(objective)
-    names, device = table.names_for(contraction.requires_grad), contraction.device
+    names, device = table.names_for(contraction), contraction.device
     return Lowerer(lambda op: table.choices(op, device, key, names), key, fixed, table.plain)
 
 

@@ -26,6 +26,7 @@ from planner.language.dtypes import is_inexact
 from planner.language.errors import PlannerError, refusal_of
 from planner.language.spec import Gather
 from planner.program.calls import Indices, PreparedRun, Run
+from planner.program.contraction import Contraction
 from planner.program.ops import Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Step
@@ -61,8 +62,9 @@ class Implementation:
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
         least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
         slower_than: a row that runs whatever this one runs, in less time; or "".
-        values_only: whether plans with gradients leave it out. Its result lies in an order that costs little as long as
-            the gradient of the result, which the caller computes, lies in the same.
+        values_only: whether plans with gradients or index arrays leave it out. Its result lies in an order that costs
+            little as long as the gradient of the result, which the caller computes, lies in the same; and rows that
+            read or add up rows do not price how their inputs lie.
     """
 
     name: str
@@ -192,13 +194,9 @@ class Table:
         """Whether rows were added, replaced or removed after the table was made."""
         return tuple(self.rows.values()) != self._given
 
-    def names_for(self, requires: Sequence[bool]) -> Names:
-        """Return the names of the rows that a plan may have, or None for all. With gradients none is `values_only`.
-
-        Args:
-            requires: for each operand of the plan, whether it requires a gradient.
-        """
-        if not any(requires):
+    def names_for(self, contraction: Contraction) -> Names:
+        """Return the names of the rows that plans of a contraction may have, or None for all; see `values_only`."""
+        if not (any(contraction.requires_grad) or contraction.resolved.spec.gathers):
             return None
         names = frozenset([row.name for row in self.rows.values() if not row.values_only])
         return names if len(names) < len(self.rows) else None

@@ -77,7 +77,7 @@ class SearchSpace:
         self.table = backend.table
         self._stock = frozenset([row.name for row in self.table.rows.values() if row.stock])
         self.requires = contraction.requires_grad
-        self._names = self.table.names_for(self.requires)
+        self._names = self.table.names_for(contraction)
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
@@ -99,8 +99,7 @@ class SearchSpace:
     ) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
 
-        With gradients they are those that plans with gradients may have. With symbolic sizes they are stock ones,
-        because these need no numbers.
+        They are those that its plans may have. With symbolic sizes they are stock ones, because these need no numbers.
         """
         if self.contraction.symbols:
             return [c for c in self.stock_choices(op) if among is None or c.lowering in among]
@@ -221,7 +220,7 @@ class SearchSpace:
         fused = fused_terms(self.table, self.device)
         known = self.table.more if self.device.kind == "cpu" else None
         if known is not None and known.follows and self._names is not None:
-            known = dataclasses.replace(known, follows=False)  # plans with gradients leave such rows out
+            known = dataclasses.replace(known, follows=False)  # this plan leaves such rows out
         more = None if self.table.has_changed else known
         listed = more is not None and not self.network.gathers and len(self.operands) > 2
         orders = self.steps.orders if listed else None  # of one product nothing has to be known
