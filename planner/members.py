@@ -136,9 +136,8 @@ class _Family:
             resized = dataclasses.replace(op, spec=at_sizes(op.spec))
             if (answer := asked(resized)) is None:  # the row refuses the op, so another runs it
                 key = step_key("time")
-                choices = self.table.choices(
-                    resized, self.device, key, self.names
-                )  # none if no step computes both gradients
+                # There are none if no step computes both gradients.
+                choices = self.table.choices(resized, self.device, key, self.names)
                 answer = min(choices, key=lambda choice: key(choice.cost)).lowering if choices else ""
             facts.append(answer)
         return tuple(facts)

@@ -13,7 +13,7 @@ from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, e
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, neighbours
+from planner.cost.layout import Layout, in_memory, neighbours
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
@@ -140,9 +140,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         order = term_axes(spec.inputs[0] if alike else spec.output)
         parts.append(Work(seconds=short_run_seconds(order, spec.inputs, spec, device, layouts)))
     if kind == "sum" and device.kind == "cpu":
-        (term,) = spec.inputs
-        if layouts and layouts[0]:  # the loop follows the memory order of the operand
-            term = tuple(term[d] for run in layouts[0].runs for d in run)
+        # The loop follows the memory order of the operand.
+        term = in_memory(spec.inputs[0], layouts[0] if layouts else None)
         parts.append(Work(seconds=short_run_seconds(term_axes(term), [spec.output], spec, device)))
     if kind in ("matmul", "multiply"):
         return parts

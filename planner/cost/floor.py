@@ -51,6 +51,7 @@ class Launches:
         take, add: reading, or adding up, the rows of a term through index arrays, without kernels.
         cut, term: a product of a batch that is added up term by term, and each term; see `product_floor`. Infinite if
             no implementation computes products so.
+        follows: whether a product by element may have its result in the order of an operand, which then needs no view.
     """
 
     view: float = 0.0

@@ -233,6 +233,11 @@ def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | 
     return None
 
 
+def in_memory(term: Term, layout: Layout | None) -> Term:
+    """Return the axes of an array from the outermost to the innermost in memory, without repeated ones."""
+    return term if layout is None else tuple([term[d] for run in layout.runs for d in run])
+
+
 def _plain(runs: Sequence[tuple[int, ...]], unit: bool, repeated: Sequence[int]) -> Layout | None:
     """Return a layout, or None if it is row-major."""
     filled = tuple(run for run in runs if run)

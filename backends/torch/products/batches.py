@@ -17,7 +17,7 @@ from planner.backends.common.stock import SMALL_MATRIX
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.torch.contexts.modes import usual
 from planner.cost.device import Device
-from planner.cost.layout import Layout, neighbours
+from planner.cost.layout import Layout, in_memory, neighbours
 from planner.cost.rates import cpu_name
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
@@ -66,14 +66,13 @@ def vector_seconds(form: ProductForm, op: Op, device: Device) -> float:
     term, layout = op.spec.inputs[number], (op.layouts or (None, None))[number]
     if matrix_copies(term, layout, form.matrices[number], op.spec):
         return 0.0
-    order = term if layout is None else [term[d] for run in layout.runs for d in run]
     run, sizes = 1, dict(zip(term, op.spec.shape(term), strict=True))
-    for axis in reversed(order):
+    for axis in reversed(in_memory(term, layout)):
         if axis in form.batch and sizes[axis] > 1:
             break
         run *= sizes[axis]
     elements = op.spec.elements[number]
-    scattered = run < max(m * n, 1) * k and run * size <= _LINE_BYTES and elements * size > device.cache_bytes
+    scattered = run < m * n * k and run * size <= _LINE_BYTES and elements * size > device.cache_bytes
     return elements / run * _RUN_SECONDS if scattered else 0.0
 
 

@@ -32,7 +32,7 @@ from planner.backends.torch.products.elementwise import broadcast_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, layout_of, neighbours, reordered
+from planner.cost.layout import Layout, in_memory, layout_of, neighbours, reordered
 from planner.cost.rates import cpu_name
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, term_axes
@@ -134,7 +134,7 @@ def _find_order(op: Op) -> Op | str:
     spec, out = op.spec, term_axes(op.spec.output)
     number = int(spec.elements[1] > spec.elements[0])
     term, layout = spec.inputs[number], (op.layouts or (None, None))[number]
-    lies = term if layout is None else [term[d] for run in layout.runs for d in run]
+    lies = term_axes(in_memory(term, layout))
     order = (*(axis for axis in out if axis not in lies), *lies)
     if sorted(order) != sorted(out):
         return "the larger operand repeats elements, or has an axis that the result lacks"
