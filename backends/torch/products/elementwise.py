@@ -18,7 +18,7 @@ from planner.backends.torch.products.einsum import refuses_partial_sums
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, layout_of, neighbours, reordered, without
+from planner.cost.layout import Layout, in_memory, layout_of, neighbours, reordered, without
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, term_axes
@@ -109,10 +109,15 @@ def _summed_order(op: Op) -> tuple[tuple[str, ...], int]:
     larger = max((0, 1), key=lambda number: math.prod(sizes[e] for e in terms[number]))
     widest, layout = terms[larger], layouts[larger]
     if layout is not None and not layout.unknown:
-        lies = [widest[d] for run in layout.runs for d in run]
+        lies = term_axes(in_memory(widest, layout))
         widest = (*(e for e in widest if e not in lies), *lies)
     # Of vectors and matrices the first ones have size 1.
     return (*(e for term in terms for e in term if e not in widest), *widest), larger
+
+
+def _is_watched(a: Tensor, b: Tensor) -> bool:
+    """Whether autograd, a transform or a mode may read what a product of two operands writes in place."""
+    return not usual(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
 
 
 def _views_in_order(op: Op) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any], tuple[int, ...]]:
@@ -206,7 +211,7 @@ def sliced_sum(op: Op) -> Product:
     dim, out_dim = order.index(found[0]), summed_axes(op).index(found[0])
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        if not usual(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        if _is_watched(a, b):
             return whole(a, b)
         x, y = first(a), second(b)
         shape = [n if m == 1 else m for m, n in zip(x.shape, y.shape, strict=True)]
@@ -287,7 +292,7 @@ def added_product(op: Op) -> Product:
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         (x, *others), (y, *more) = first(a), second(b)
-        if not usual(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        if _is_watched(a, b):
             total = x * y  # others may read what a write in place would change
             for x, y in zip(others, more, strict=True):
                 total = torch.addcmul(total, x, y)
