@@ -16,6 +16,9 @@ from planner.language.spec import Spec, Term
 # on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22 (of strided runs 2026-11-28); one took 30 ns.
 _ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS, _STRIDED_LOOPS = 1.3 / 30, 2 / 30, 10 / 30, 0.5 / 30
 _SHORT_RUN = 8
+# Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
+# each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.
+_TWICE_LOOPS, _AGAIN_LOOPS, _RUNS_SUMMED_ONCE = 0.6 / 30, 7 / 30, 3
 
 
 def runs_of(
@@ -71,23 +74,22 @@ def short_run_seconds(
     if run <= _SHORT_RUN:
         turns = rows * run * _ELEMENT_LOOPS
     else:
-        innermost = None if follows else next(axis for axis in reversed(order) if spec.size(axis) != 1)
-        strided = _is_strided(terms, layouts, spec, innermost)
+        innermost = next(axis for axis in reversed(order) if spec.size(axis) != 1)
+        strided = not follows and _is_strided(terms, layouts, spec, innermost)
         turns = rows * (_VECTORS_LOOPS + run * _STRIDED_LOOPS * strided)
+    if len(runs) > _RUNS_SUMMED_ONCE and not all(any(axis in term for term in terms) for axis in order):
+        turns = max(turns, rows * run * (_TWICE_LOOPS + _AGAIN_LOOPS / runs[-2]))
     return (math.prod(runs[:-2]) + turns) * device.loop_seconds
 
 
-def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str | None) -> bool:
+def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str) -> bool:
     """Return whether some array is strided along the innermost axis of a loop.
 
     Args:
         terms: the terms of the arrays.
         layouts: how they lie; empty if all are row-major.
         spec: the spec, for the sizes of the axes.
-        innermost: the innermost axis of the loop; None if it is that of an array.
+        innermost: the innermost axis of the loop.
     """
-    lie = [(term, neighbours(term, x, spec)) for term, x in zip(terms, layouts or (None,) * len(terms), strict=True)]
-    if innermost is not None:
-        return any(innermost in term and last != innermost for term, last in lie)
-    # Of two arrays that both have the last axis of the other, one is strided.
-    return any(x != y and x in b and y in a for a, x in lie for b, y in lie)
+    lie = zip(terms, layouts or (None,) * len(terms), strict=True)
+    return any(innermost in term and neighbours(term, layout, spec) != innermost for term, layout in lie)

@@ -134,6 +134,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             counted = product_copies(form, spec, layouts)
             rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
+        if kind == "matmul":
+            parts.append(Work(seconds=_copy_loops_seconds(form, op, device)))
     layouts = op.layouts or ()
     if kind == "multiply" and device.kind == "cpu":
         alike = len({*spec.inputs}) == 1 and not any(layouts)  # the result lies as both operands do
@@ -157,6 +159,25 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         # Half types are added up in float32: the terms and the sums need memory.
         scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
+
+
+def _copy_loops_seconds(form: ProductForm, op: Op, device: Device) -> float:
+    """Return what copies of a product's operands take beyond moving them: for short runs, and for strided ones.
+
+    The innermost axis in memory, of those that are no batch, stays in the group of axes that is innermost in the copy.
+    """
+    spec, seconds = op.spec, 0.0
+    layouts = op.layouts or (None, None)
+    for number, copied in enumerate(product_copies(form, spec, layouts)):
+        if copied < spec.elements[number] or not copied:
+            continue
+        term, layout = spec.inputs[number], layouts[number]
+        batch, *groups = form.matrices[number]
+        lies = [axis for axis in in_memory(term, layout) if axis not in batch and axis in spec.wide]
+        groups.sort(key=lambda group: bool(lies) and lies[-1] in group)
+        order = [axis for group in (batch, *groups) for axis in group]
+        seconds += short_run_seconds(order, [term], spec, device, [layout])
+    return seconds
 
 
 def row_operand(form: ProductForm, spec: Spec) -> int:

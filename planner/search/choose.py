@@ -22,7 +22,14 @@ from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.many.searches import run_searches
-from planner.search.refine import is_fastest_kept, keep_inputs, order_children, prefer_autograd, quicken_steps
+from planner.search.refine import (
+    is_fastest_kept,
+    keep_inputs,
+    order_children,
+    prefer_autograd,
+    quicken_steps,
+    with_row_major_results,
+)
 from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
@@ -340,6 +347,7 @@ def _best(
     best = found.best()
     if best is not None and _lies_badly(space, best):
         found.search(ADDITIVE)
+        found.add([with_row_major_results(space, best)])
         best = found.best()
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         found.search(OBJECTIVES)  # the search for the least peak does not know what guards need

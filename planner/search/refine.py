@@ -151,6 +151,17 @@ def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
     return Candidate(space.programs(tree, lower), tree, lower, False, candidate.origin)
 
 
+def with_row_major_results(space: SearchSpace, best: Candidate) -> Candidate:
+    """Return the candidate's tree with row-major results where a row leaves them, as the search took them to be."""
+
+    def choices(op: Op) -> Sequence[PricedImplementation]:
+        found = space.choices(op)
+        return [choice for choice in found if not any(choice.layouts)] or found
+
+    lower = Lowerer(choices, step_key("time"), plain=space.table.plain)
+    return Candidate(space.programs(best.tree, lower), best.tree, lower, False, best.origin)
+
+
 def is_fastest_kept(space: SearchSpace, candidate: Candidate) -> bool:
     """Whether only the time counts, and the candidate's tree takes longer if fewer values are kept, or has none."""
     options, kept = space.options, set(candidate.programs.kept)

@@ -30,10 +30,11 @@ DOT_PART = 128
 # Vectors come second if the matrices have so many neighbours at most: as rows they take 1.1 to 1.7 times as long with
 # 2 to 8 neighbours, and 0.2 to 0.8 times with 16 or more.
 _FEW = 8
-# What MKL takes for each term of long dot products where that is more than reading them; and for each run of neighbours
-# in matrices that it multiplies by vectors, if they are parts of an array that the cache does not hold, and the run is
-# no longer than a line of the cache. One core of an AMD EPYC 7003, torch 2.13, 2026-11-29; runs of 16 took 10 to 18 ns.
-_TERM_SECONDS, _RUN_SECONDS, _LINE_BYTES = 1.35e-9, 12e-9, 64
+# What MKL takes for each term of long dot products where that is more than reading them; and for each line of the cache
+# that holds a run of neighbours in matrices that it multiplies by vectors, if they are parts of an array that the cache
+# does not hold, and the next run of a matrix is so many bytes away. One core of an AMD EPYC 7003, torch 2.13,
+# 2026-11-29: runs of a whole line took 4 to 18 ns, runs of 12 bytes 3, runs of 16 bytes that are 80 bytes apart none.
+_TERM_SECONDS, _LINE_SECONDS, _LINE_BYTES, _FAR_BYTES = 1.35e-9, 12e-9, 64, 512
 _NAMES, _DTYPES = ("float32", "float64"), (torch.float32, torch.float64)
 
 
@@ -66,14 +67,18 @@ def vector_seconds(form: ProductForm, op: Op, device: Device) -> float:
     term, layout = op.spec.inputs[number], (op.layouts or (None, None))[number]
     if matrix_copies(term, layout, form.matrices[number], op.spec):
         return 0.0
-    run, sizes = 1, dict(zip(term, op.spec.shape(term), strict=True))
+    run, apart, sizes = size, 0, dict(zip(term, op.spec.shape(term), strict=True))
     for axis in reversed(in_memory(term, layout)):
-        if axis in form.batch and sizes[axis] > 1:
+        in_batch = axis in form.batch
+        if apart and not in_batch and sizes[axis] > 1:
             break
-        run *= sizes[axis]
-    elements = op.spec.elements[number]
-    scattered = run < m * n * k and run * size <= _LINE_BYTES and elements * size > device.cache_bytes
-    return elements / run * _RUN_SECONDS if scattered else 0.0
+        if in_batch and sizes[axis] > 1:
+            apart = max(apart, run) * sizes[axis]
+        elif not apart:
+            run *= sizes[axis]
+    total = op.spec.elements[number] * size
+    scattered = run < m * n * k * size and run <= _LINE_BYTES and apart >= _FAR_BYTES and total > device.cache_bytes
+    return total / _LINE_BYTES * _LINE_SECONDS if scattered else 0.0
 
 
 def has_few_neighbours(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:
