@@ -283,7 +283,7 @@ def test_vectors_without_unit_strides_are_copied_at_once():
     ],
 )
 def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b, turns, amd, monkeypatch):
-    monkeypatch.setattr(transposed, "_is_amd", lambda: amd)
+    monkeypatch.setattr(transposed, "is_amd", lambda: amd)
     planner.caches().clear()
     operands = [integers(*a), integers(*b)]
     (shapes,), _ = shapes_of_products(lambda: planner.contract(spec, *operands))
@@ -295,7 +295,7 @@ def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b
 @pytest.mark.parametrize("amd", [False, True])
 def test_results_of_chains_lie_the_same_on_all_processors(amd, monkeypatch):
     """And with gradients as without: programs may view them."""
-    monkeypatch.setattr(transposed, "_is_amd", lambda: amd)
+    monkeypatch.setattr(transposed, "is_amd", lambda: amd)
     planner.caches().clear()
     operands = [integers(4, 4096, 3), integers(3, 16), integers(16, 5)]
     for call in (planner.contract, planner.einsum):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planner.cost.device import Device
-from planner.cost.layout import Layout, flattens, neighbours
+from planner.cost.layout import Layout, flattens, in_memory, neighbours
 from planner.language.spec import Spec, Term
 
 # What torch's elementwise loops take besides moving memory, in parts of `Device.loop_seconds`. A loop takes the two
@@ -19,6 +19,8 @@ _SHORT_RUN = 8
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.
 _TWICE_LOOPS, _AGAIN_LOOPS, _RUNS_SUMMED_ONCE = 0.6 / 30, 7 / 30, 3
+# A line of the cache that is read again from beyond it, and the axes of a matrix; the same EPYC.
+_LINE_LOOPS, _LINE_BYTES, _MATRIX_AXES = 2.5 / 30, 64, 2
 
 
 def runs_of(
@@ -80,6 +82,35 @@ def short_run_seconds(
     if len(runs) > _RUNS_SUMMED_ONCE and not all(any(axis in term for term in terms) for axis in order):
         turns = max(turns, rows * run * (_TWICE_LOOPS + _AGAIN_LOOPS / runs[-2]))
     return (math.prod(runs[:-2]) + turns) * device.loop_seconds
+
+
+def scattered_read_seconds(
+    order: Sequence[str], term: Term, layout: Layout | None, spec: Spec, size: int, device: Device
+) -> float:
+    """Return the seconds that a copy takes for reading each line of the cache several times.
+
+    That happens if the elements of a line are copied far apart: if what is copied in between fills the cache. A matrix
+    that is transposed torch copies in blocks.
+
+    Args:
+        order: the axes of the copy, the innermost last.
+        term: the term of the array.
+        layout: how it lies.
+        spec: the spec, for the sizes of the axes.
+        size: the bytes of an element.
+        device: the rates.
+    """
+    order = [axis for axis in order if spec.size(axis) != 1]
+    if len(order) == _MATRIX_AXES:
+        return 0.0
+    elements, times = math.prod(map(spec.size, order)), 1  # and how many times each line is read
+    line = left = max(1, _LINE_BYTES // size)
+    for axis in reversed(in_memory(term, layout)):
+        if left > 1 and spec.size(axis) != 1:
+            here, left = min(left, spec.size(axis)), left // spec.size(axis)
+            inside = math.prod(map(spec.size, order[order.index(axis) + 1 :]))
+            times *= here if inside * _LINE_BYTES > device.cache_bytes else 1
+    return elements * (times - 1) / line * _LINE_LOOPS * device.loop_seconds
 
 
 def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from planner.backends.common.elementwise import short_run_seconds
+from planner.backends.common.elementwise import scattered_read_seconds, short_run_seconds
 from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
@@ -177,6 +177,7 @@ def _copy_loops_seconds(form: ProductForm, op: Op, device: Device) -> float:
         groups.sort(key=lambda group: bool(lies) and lies[-1] in group)
         order = [axis for group in (batch, *groups) for axis in group]
         seconds += short_run_seconds(order, [term], spec, device, [layout])
+        seconds += scattered_read_seconds(order, term, layout, spec, itemsize(op.dtype), device)
     return seconds
 
 

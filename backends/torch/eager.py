@@ -37,6 +37,7 @@ from planner.backends.torch.products.einsum import (
     has_vectors,
 )
 from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
+from planner.backends.torch.products.few_columns import runs_few
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
@@ -341,7 +342,7 @@ class _Compiler:
             if root and not recorded and self.on_cpu and (last := transposed.last_product(op, standins, self.operands)):
                 return last, result
             calls = self._einsum(spec, standins) if recorded and has_slow_gradients(form) else None
-            cut = not recorded and has_long_dots(form) and is_intel()
+            cut = not recorded and (runs_few(form) or (has_long_dots(form) and is_intel()))
             calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(spec, standins))
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
@@ -396,8 +397,8 @@ class _Compiler:
         It multiplies [batch, left, contracted] by [batch, contracted, right]; the axes of a group have the order of the
         output, or of their letters. So the letters are chosen, and the operands swapped, as the stock evaluation orders
         axes. Vectors come first: 64 x 128 x 16 by 64 x 16 takes 191 us for 458 with gradients (AMD EPYC, 2026-11-29),
-        if the output begins with the batch: else they take 3.4 times einsum's time (Xeon). Without
-        gradients groups of another order than the output's are permuted.
+        if the output begins with the batch: else they take 3.4 times einsum's time (Xeon). Without gradients groups of
+        another order than the output's are permuted.
         """
         form, recorded = known_product(spec), self.chosen is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)

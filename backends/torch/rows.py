@@ -39,6 +39,7 @@ from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty,
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.copied import copy_first_row, joint_row, with_quick_copies
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
+from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
 from planner.backends.torch.products.transposed import reordered_rows
 from planner.cost.device import Device
@@ -229,7 +230,8 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
         form = known_product(product_of_rows(spec))
         seconds = 0.0 if spec.gathers else vector_seconds(form, op, device)
-        parts.append(Work(scratch=dot_scratch(form, op.dtype), seconds=seconds))
+        scratch = dot_scratch(form, op.dtype) + (0 if spec.gathers else few_scratch(form, op.dtype))
+        parts.append(Work(scratch=scratch, seconds=seconds))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

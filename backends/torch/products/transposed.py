@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -29,11 +28,11 @@ from planner.backends.common.stock_rows import (
 from planner.backends.torch.ops import OPS, TorchOps, viewing
 from planner.backends.torch.products.einsum import MOST_LETTERS, einsum_call, least_of_product
 from planner.backends.torch.products.elementwise import broadcast_product
+from planner.backends.torch.products.few_columns import is_amd
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, in_memory, layout_of, neighbours, reordered
-from planner.cost.rates import cpu_name
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, term_axes
 from planner.program.forms import ProductForm, known_product, product_form
@@ -202,7 +201,7 @@ def is_faster_on_amd(op: Op) -> bool:
     and 16,384 rows, 4 to 64 terms and 2, 5, 8 and 9 columns took 0.1 to 0.9, one and batches of 8. An Intel Xeon takes
     up to 11 times as long.
     """
-    found = _transpose(op) if _is_amd() else ""
+    found = _transpose(op) if is_amd() else ""
     if isinstance(found, str):
         return False
     batch, rows, columns, terms = found[1]
@@ -211,12 +210,6 @@ def is_faster_on_amd(op: Op) -> bool:
     lie_as_rows = neighbours(op.spec.inputs[number], layouts[number], op.spec) in form.contracted
     few = 2 <= columns <= _MOST_COLUMNS and has_few_columns(rows, columns) and 2 <= terms <= _MOST_ROW_TERMS
     return lie_as_rows and few and batch * rows * terms >= _LEAST_ROW_ELEMENTS
-
-
-@lru_cache
-def _is_amd() -> bool:
-    """Whether this machine's processor is AMD's, as far as the system tells. Two models of EPYC were measured."""
-    return bool(re.search(r"\bAMD\b|AuthenticAMD", cpu_name()))
 
 
 def has_few_terms(op: Op) -> bool:

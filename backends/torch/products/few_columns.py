@@ -1,0 +1,139 @@
+"""Products with few columns on processors of AMD, in other calls than torch's: its `mm` and `bmm` call MKL.
+
+Microseconds by `mm`, and by oneDNN, in float32 on one core of an AMD EPYC 7003 (torch 2.13, 2026-11-29):
+
+| rows, terms | 2 columns | 5 | 8 | 9 | 12 | 16 |
+|---|---|---|---|---|---|---|
+| 2048, 36 | 89, 57 | 125, 61 | 95, 48 | 147, 73 | 52, 73 | 38, 60 |
+| 16384, 4 | 114, 112 | 171, 115 | 127, 61 | 197, 130 | 86, 131 | 77, 77 |
+| 16384, 64 | 1287, 332 | 1680, 379 | 1333, 277 | 1989, 535 | 734, 531 | 463, 413 |
+| 131072, 36 | 5636, 1897 | 8021, 2180 | 6202, 1674 | 9608, 2793 | 3941, 2819 | 2803, 1955 |
+
+If the rows lie as columns in memory, as in gradients of weights, the transposed product takes less time. Microseconds by
+`mm`, and by the transposed product and a copy of its result:
+
+| rows, terms | 2 columns | 5 | 8 | 9 | 12 | 16 |
+|---|---|---|---|---|---|---|
+| 16, 2048 | 46, 15 | 55, 17 | 46, 17 | 64, 21 | 30, 21 | |
+| 64, 2048 | 193, 36 | 234, 43 | 221, 44 | 283, 54 | 115, 56 | 77, 70 |
+| 9, 32768 | 387, 132 | 460, 301 | 390, 510 | | | |
+| 64, 32768 | 3838, 436 | 4541, 615 | 5029, 734 | 5888, 756 | 1933, 809 | 1259, 1027 |
+
+Results, predicted times and memory are the same on all processors. Any module of `backends/torch/` may ask this one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.torch.contexts.modes import usual
+from planner.cost.rates import cpu_name
+from planner.language.dtypes import itemsize
+from planner.program.forms import ProductForm
+
+_MOST_COLUMNS = 9
+# By oneDNN are computed products of so many elements of the first factor or more, and of so many terms or fewer, for
+# which it makes no copy of that; and that many rows for each column.
+_LEAST_ELEMENTS, _MOST_TERMS, _MORE_ROWS = 2**16, 512, 4
+# From so many terms on, a product with rows that lie apart takes longer than its transpose and a copy of that.
+_LEAST_TERMS = 32
+# What oneDNN allocates besides the result, rounded up: 1,536 bytes for each of 700 products of 2 to 11 columns.
+_SCRATCH_BYTES = 2**11
+# Transposed are products of rows that lie as columns, of so many elements or more and so many rows for each column, if
+# the result has so many elements or fewer.
+_LEAST_TURNED, _MORE_TURNED, _MOST_COPIED = 2**14, 1.75, 2**14
+
+
+@lru_cache
+def is_amd() -> bool:
+    """Whether this machine's processor is AMD's, as far as the system tells."""
+    return bool(re.search(r"\bAMD\b|AuthenticAMD", cpu_name()))
+
+
+@lru_cache
+def _linear() -> Any:
+    """Return the operator by which torch's own compiler calls oneDNN's product; None if it is of no use here."""
+    if not (is_amd() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return None
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
+def _is_few(rows: int, columns: int, terms: int) -> bool:
+    few = 2 <= columns <= _MOST_COLUMNS and _MORE_ROWS * columns <= rows and terms <= _MOST_TERMS
+    return few and rows * terms >= _LEAST_ELEMENTS
+
+
+def _may_be_turned(rows: int, columns: int, terms: int) -> bool:
+    few = 2 <= columns <= _MOST_COLUMNS and _MORE_TURNED * columns <= rows
+    return few and rows * terms >= _LEAST_TURNED and rows * columns <= _MOST_COPIED
+
+
+def has_few_columns(form: ProductForm) -> bool:
+    """Whether `multiply_few` may do otherwise than torch with a product of these sizes, in either order."""
+    batch, m, n, k = form.sizes
+    return any(_is_few(*sides) or (batch == 1 and _may_be_turned(*sides)) for sides in ((m, n, k), (n, m, k)))
+
+
+def runs_few(form: ProductForm) -> bool:
+    """Whether `multiply_few` may do otherwise than torch with a product of these sizes on this processor."""
+    return has_few_columns(form) and _linear() is not None
+
+
+def few_scratch(form: ProductForm, dtype: str) -> int:
+    """Return the bytes that `multiply_few` may allocate besides the result: copies of one matrix and of one result."""
+    if dtype != "float32" or not has_few_columns(form):
+        return 0
+    batch, m, n, k = form.sizes
+    weights = min(m, n) * k if _is_few(max(m, n), min(m, n), k) else 0
+    return _SCRATCH_BYTES + itemsize(dtype) * (weights + (m * n if batch > 1 or m * n <= _MOST_COPIED else 0))
+
+
+def multiply_few(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices, or two batches of them, as `torch.mm` and `torch.bmm` do, in less time where AMD can."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    (rows, terms), columns, linear = a.shape[-2:], b.shape[-1], _linear()
+    if linear is None or not (2 <= columns <= _MOST_COLUMNS and a.dtype == b.dtype == torch.float32 and a.is_cpu):
+        return multiply(a, b)
+    is_few = _is_few(rows, columns, terms)
+    if not (is_few or _may_be_turned(rows, columns, terms)) or not (usual(a, b) and torch._C._get_mkldnn_enabled()):
+        return multiply(a, b)
+    trains = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if a.dim() == 2:
+        by_linear = is_few and a.is_contiguous()
+        if not by_linear and not (a.stride(0) == 1 and _may_be_turned(rows, columns, terms)):
+            return torch.mm(a, b)
+        if trains:
+            return _FewColumns.apply(a, b)
+        if by_linear:
+            return linear(a, b.contiguous().t(), None, "none", [], "")
+        return torch.mm(b.t(), a.t()).t().contiguous()
+    lie_apart = a.stride(1) != terms  # then oneDNN would copy them
+    if trains or not is_few or a.stride(2) != 1 or (lie_apart and terms < _LEAST_TERMS):
+        return torch.bmm(a, b)
+    result = a.new_empty((a.shape[0], rows, columns))
+    for x, y, into in zip(a, b, result, strict=True):
+        into.copy_(torch.mm(y.t(), x.t()).t() if lie_apart else linear(x, y.contiguous().t(), None, "none", [], ""))
+    return result
+
+
+class _FewColumns(torch.autograd.Function):
+    """`multiply_few` of two matrices with gradients. It keeps what `torch.mm` does."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply, and keep each matrix of which the gradient of the other is computed."""
+        for_a, for_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if for_b else None, b if for_a else None)
+        return multiply_few(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients, as those of `torch.mm`. They may be differentiated again."""
+        a, b = ctx.saved_tensors
+        of_a = multiply_few(gradient, b.t()) if b is not None else None
+        return of_a, multiply_few(a.t(), gradient) if a is not None else None
