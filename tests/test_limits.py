@@ -407,11 +407,11 @@ def test_other_plans_do_not_carry_what_was_compiled_of_this_one(jax):
         assert other.compiled_bytes == planner.program.frameworks.load_backend("jax").compiled_bytes(other) <= 10**6
 
 
-@pytest.mark.parametrize(("memory_limit", "seconds"), [(813_465, 2.75e-3), (542_310, 4.9e-3)])
+@pytest.mark.parametrize(("memory_limit", "seconds"), [(813_465, 2.9e-3), (542_310, 5e-3)])
 def test_loops_around_parts_are_within_both_limits(memory_limit, seconds, torch):
     """What lies outside of such a loop is kept, so the fastest one may exceed the limit on what is retained.
 
-    Of those that do not, one is predicted to take 2.7 or 4.8 ms, and a loop around the whole 2.9 or 5.3 ms.
+    Of those that do not, one is predicted to take 2.8 or 4.9 ms.
     """
     shapes = ((256, 16), (256, 16), (256, 256), (256, 16), (16, 192))
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]

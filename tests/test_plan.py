@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from laws import exact_problems, needing_gradients, plan_of
 
 import planner
-from planner.backends.common.elementwise import short_run_seconds
+from planner.backends.common.elementwise import scattered_read_seconds, short_run_seconds
 from planner.cli import main
 from planner.cost.device import CPU
 from planner.cost.layout import Layout
@@ -708,6 +708,39 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     device = dataclasses.replace(CPU, loop_seconds=3e-8)
     seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec, device)
     assert seconds == pytest.approx(nanoseconds * 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("order", "out", "sizes", "nanoseconds"),
+    [
+        ("abcd", "bd", (64, 8, 64, 16), 512 * 30 + 2**19 * (0.6 + 7 / 64)),  # two runs are summed, none innermost
+        ("abcd", "ac", (64, 8, 64, 16), 2**15 * 10),  # the innermost run is summed
+        ("abcd", "cd", (64, 8, 64, 16), 30 + 512 * 2),  # one run, of neighbours
+        ("abc", "ac", (64, 8, 64), 64 * 30 + 512 * 2),
+    ],
+)
+def test_sums_over_two_runs_go_element_by_element(order, out, sizes, nanoseconds):
+    spec = Spec((tuple(order),), tuple(out), tuple(zip(order, sizes, strict=True)))
+    device = dataclasses.replace(CPU, loop_seconds=3e-8)
+    seconds = short_run_seconds(tuple(order), [tuple(out)], spec, device)
+    assert seconds == pytest.approx(nanoseconds * 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "times"),
+    [
+        ("cba", (32768, 4, 32), 16),  # each line is read for each of its 16 elements
+        ("cadb", (256, 128, 32, 4), 4),  # for four of `c`, of which `d` is read at once
+        ("acb", (4096, 32, 32), 1),  # what is copied in between stays in the cache
+        ("ba", (131072, 32), 1),  # torch copies in blocks
+    ],
+)
+def test_copies_read_lines_of_the_cache_again(order, sizes, times):
+    term = tuple("abcd"[: len(sizes)])
+    spec = Spec((term,), (), tuple(zip(term, sizes, strict=True)))
+    device = dataclasses.replace(CPU, loop_seconds=3e-8)
+    seconds = scattered_read_seconds(tuple(order), term, None, spec, 4, device)
+    assert seconds == pytest.approx(math.prod(sizes) * (times - 1) / 16 * 2.5e-9)
 
 
 @pytest.mark.parametrize(

@@ -347,8 +347,8 @@ def test_bytes_that_are_kept(grads):
         assert kept(lambda: contract(PRODUCT, a, b))[1] == plan.cost.retained_bytes
         assert kept(lambda: plan(a, b))[1] == plan.cost.retained_bytes
         assert kept(lambda: torch.einsum("ij,jk->ik", a, b))[1] == plan.cost.retained_bytes
-    x, c = (torch.ones(shape).requires_grad_(g) for shape, g in zip([(500, 64), (8, 64, 32)], grads, strict=True))
-    q = indices(500, 8)
+    x, c = (torch.ones(shape).requires_grad_(g) for shape, g in zip([(5000, 64), (8, 64, 32)], grads, strict=True))
+    q = indices(5000, 8)
     with autocast():
         plan = planner.plan(GATHERED, x, c, q=q)
         assert kept(lambda: contract(GATHERED, x, c, q=q))[1] == plan.cost.retained_bytes

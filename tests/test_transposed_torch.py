@@ -18,12 +18,18 @@ if not torch.backends.mkl.is_available():  # what is slow elsewhere has not been
     pytest.skip("products are only transposed for MKL", allow_module_level=True)
 
 from planner.backends.torch.eager import compile_native, standins_of  # noqa: E402
-from planner.backends.torch.products import transposed  # noqa: E402
+from planner.backends.torch.products import few_columns, transposed  # noqa: E402
 from planner.backends.torch.products.transposed import TRANSPOSED  # noqa: E402
 
 
 def integers(*shape, grad=False):
     return torch.randint(-2, 3, shape).float().requires_grad_(grad)
+
+
+@pytest.fixture(autouse=True)
+def by_torch_alone(monkeypatch):
+    """On all processors: AMD's have products with few columns of their own, see `test_few_columns_torch.py`."""
+    monkeypatch.setattr(few_columns, "_linear", lambda: None)
 
 
 def stored(x, order):
@@ -215,7 +221,7 @@ def test_plans_hold_and_retain_what_they_say():
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
     given(products(), st.tuples(st.booleans(), st.booleans()))(agree)()
-    assert sum(rows) >= len(rows) / 20
+    assert sum(rows) >= len(rows) / 25
 
 
 def test_members_of_a_family_are_transposed_as_their_own_sizes_ask():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from planner.cost.device import Device
 from planner.cost.layout import Layout, flattens, in_memory, neighbours
@@ -100,15 +101,15 @@ def scattered_read_seconds(
         size: the bytes of an element.
         device: the rates.
     """
-    order = [axis for axis in order if spec.size(axis) != 1]
-    if len(order) == _MATRIX_AXES:
+    axes: list[Any] = [axis for axis in order if spec.size(axis) != 1]
+    if len(axes) == _MATRIX_AXES:
         return 0.0
-    elements, times = math.prod(map(spec.size, order)), 1  # and how many times each line is read
+    elements, times = math.prod(map(spec.size, axes)), 1  # and how many times each line is read
     line = left = max(1, _LINE_BYTES // size)
     for axis in reversed(in_memory(term, layout)):
         if left > 1 and spec.size(axis) != 1:
             here, left = min(left, spec.size(axis)), left // spec.size(axis)
-            inside = math.prod(map(spec.size, order[order.index(axis) + 1 :]))
+            inside = math.prod(map(spec.size, axes[axes.index(axis) + 1 :]))
             times *= here if inside * _LINE_BYTES > device.cache_bytes else 1
     return elements * (times - 1) / line * _LINE_LOOPS * device.loop_seconds
 

@@ -66,11 +66,10 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
     "broadcast": ("sum",),
     **{row: (gradient,) for row, gradient in INDEXED.items()},
 }
-# Longer plans with index arrays, or of which torch would keep copies of operands, run as a Function: for an expanded
-# gradient it computes the sum first, see `Executable.against`. For shorter plans its overhead shows (docs/limits.md).
+# Longer plans run as a Function if they have index arrays: for an expanded gradient it computes the sum first, see
+# `Executable.against`; or if they copy operands once. For shorter plans its overhead shows (docs/limits.md).
 MOST_NATIVE_SECONDS = 2.5e-3
-# Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
-# `torch.func.grad` they may keep more than the plan says.
+# Plans with index arrays of so many seconds are no operator under a compiler. `torch.func.grad` may keep more of them.
 MOST_SMALL_SECONDS = 2e-4
 # A copy of so many bytes may be kept in place of a computed value, which takes as many. The plan says that it is made
 # again, so its peak is that much too high. With 2^15 `imd, q[d]km -> ik` took 1.43 of einsum's time, now 0.9 (Xeon).

@@ -13,6 +13,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
+from planner.program.program import Programs
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, merge_takes, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
@@ -24,6 +25,8 @@ _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 _WORTH_MEMORY = 0.9
 # The same with index arrays, where the naive tree retains the rows that it takes, and the most that it may retain then.
 _WORTH_TAKEN, _MOST_TAKEN = 0.8, 2**20
+# Copies of so many bytes take longer than what a call takes beside its steps.
+_LARGE_COPY = 2**16
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
@@ -93,8 +96,9 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     free = not options.limited and options.minimize == "time"
     if back is None or backend.call_seconds is None or not free or options.optimize != "auto":
         return best
-    least = call_seconds(space.contraction, best)
-    if least == best.cost.seconds:
+    least, gathers = call_seconds(space.contraction, best), space.contraction.resolved.spec.gathers
+    is_long = least == best.cost.seconds
+    if is_long and (gathers or not _copies_twice(best.programs)):
         return best
     rows = backend.autograd_rows or {}
 
@@ -109,7 +113,6 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     lowerers = [(allowed, lowerer(allowed)) for allowed in (every, every - {"matmul"})]
     naive, _ = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     most = most or Limits(max(best.cost.peak_bytes, _MOST_ALLOCATED), max(best.cost.retained_bytes, _MOST_RETAINED))
-    gathers = space.contraction.resolved.spec.gathers
     native, shortest = best, math.inf
     is_stock = all(space.table.rows[step.choice.lowering].stock for step in best.programs.steps)
     for tree in dict.fromkeys((best.tree, *((naive.tree,) if naive else ()))):
@@ -128,6 +131,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
                 part = _WORTH_MEMORY
             elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
                 part = 1.0 if takes_first else _WORTH_TAKEN
+            if is_long:  # what a Function takes is nothing to it, but autograd would keep copies
+                part = _WORTH_MEMORY if is_einsum and found.programs.copies else 0.0
             if seconds >= part * least:
                 break
             if call_seconds(space.contraction, found) == found.cost.seconds:
@@ -135,6 +140,15 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
                     native, shortest = found, seconds
                 break
     return native
+
+
+def _copies_twice(programs: Programs) -> bool:
+    """Whether both programs copy operands of large products. Autograd would keep the copies of the first."""
+    if programs.backward is None or programs.by_autograd or programs.copies:
+        return False
+    copied = [{v for s in p.steps if s.choice.cost.copied_bytes >= _LARGE_COPY for v in s.inputs}
+              for p in (programs.forward, programs.backward)]  # fmt: skip
+    return not copied[0].isdisjoint(copied[1])
 
 
 def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:

@@ -28,9 +28,9 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.calls import PreparedRun, Run
 from planner.program.forms import ProductForm, product_form
-from planner.program.implementations import Implementation, form_row
+from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op
-from planner.program.program import Programs
+from planner.program.program import Programs, Step
 
 ONE_COPY, COPY_FIRST = "both gradients, one copy", "copy, then multiply"
 # An operand is copied before a product by element if the product has so many times as many elements: 5 x 1024 x 1 by a
@@ -91,6 +91,33 @@ def with_quick_copies(row: Implementation) -> Implementation:
         return lambda inputs, index: (quick(inputs, index, False),) if inputs[0].is_cpu else on_card(inputs, index)
 
     return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
+
+
+def reading_kept_copies(
+    forward: Sequence[Step], backward: Sequence[Step], table: Table, device: Device
+) -> tuple[Step, ...]:
+    """Return the steps of a backward program which read the copies that autograd keeps in place of operands."""
+    orders: dict[int, list[str]] = {}
+    for step in forward:
+        form, spec = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.op.spec
+        if form is not None and form.contracted:
+            copies = product_copies(form, spec, step.op.layouts or (None, None))
+            for variable, count, groups in zip(step.inputs, copies, form.matrices[:2], strict=True):
+                if count:
+                    orders[variable] = [axis for group in groups for axis in group]
+    steps = []
+    for step in backward:
+        if isinstance(step.op, Einsum) and not orders.keys().isdisjoint(step.inputs):
+            terms, lie = step.op.spec.inputs, step.op.layouts or (None,) * len(step.inputs)
+            layouts = [
+                reordered(orders[variable], term, step.op.spec) if variable in orders else layout
+                for variable, term, layout in zip(step.inputs, terms, lie, strict=True)
+            ]
+            op = step.op.with_layouts(tuple(layouts))
+            choice = table.price(step.choice.lowering, op, device)
+            step = step if choice is None else dataclasses.replace(step, op=op, choice=choice)
+        steps.append(step)
+    return tuple(steps)
 
 
 def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:

@@ -9,8 +9,8 @@ Microseconds by `mm`, and by oneDNN, in float32 on one core of an AMD EPYC 7003 
 | 16384, 64 | 1287, 332 | 1680, 379 | 1333, 277 | 1989, 535 | 734, 531 | 463, 413 |
 | 131072, 36 | 5636, 1897 | 8021, 2180 | 6202, 1674 | 9608, 2793 | 3941, 2819 | 2803, 1955 |
 
-If the rows lie as columns in memory, as in gradients of weights, the transposed product takes less time. Microseconds by
-`mm`, and by the transposed product and a copy of its result:
+If the rows lie as columns in memory, as in gradients of weights, the transposed product takes less time. Microseconds
+by `mm`, and by the transposed product and a copy of its result:
 
 | rows, terms | 2 columns | 5 | 8 | 9 | 12 | 16 |
 |---|---|---|---|---|---|---|
@@ -40,10 +40,11 @@ _MOST_COLUMNS = 9
 # By oneDNN are computed products of so many elements of the first factor or more, and of so many terms or fewer, for
 # which it makes no copy of that; and that many rows for each column.
 _LEAST_ELEMENTS, _MOST_TERMS, _MORE_ROWS = 2**16, 512, 4
-# From so many terms on, a product with rows that lie apart takes longer than its transpose and a copy of that.
+# From so many terms on, a product takes longer than its transpose and a copy of that.
 _LEAST_TERMS = 32
-# What oneDNN allocates besides the result, rounded up: 1,536 bytes for each of 700 products of 2 to 11 columns.
-_SCRATCH_BYTES = 2**11
+# What is allocated besides matrices, rounded up: by oneDNN 1,536 bytes for each of 700 products of 2 to 11 columns, and
+# 14,400 where torch copies a matrix that is transposed.
+_SCRATCH_BYTES = 2**14
 # Transposed are products of rows that lie as columns, of so many elements or more and so many rows for each column, if
 # the result has so many elements or fewer.
 _LEAST_TURNED, _MORE_TURNED, _MOST_COPIED = 2**14, 1.75, 2**14
@@ -70,7 +71,8 @@ def _is_few(rows: int, columns: int, terms: int) -> bool:
 
 def _may_be_turned(rows: int, columns: int, terms: int) -> bool:
     few = 2 <= columns <= _MOST_COLUMNS and _MORE_TURNED * columns <= rows
-    return few and rows * terms >= _LEAST_TURNED and rows * columns <= _MOST_COPIED
+    is_long = terms >= _LEAST_TERMS and rows * terms >= _LEAST_TURNED
+    return few and is_long and rows * columns <= _MOST_COPIED
 
 
 def has_few_columns(form: ProductForm) -> bool:
