@@ -143,6 +143,18 @@ def test_an_output_gradient_is_copied_once(lies):
     assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
 
 
+def test_an_output_gradient_that_a_product_would_read_with_a_stride_is_copied_first():
+    """The gradient of `iuv` repeats it along `u`."""
+    a, b = integers(1024, 5).requires_grad_(), integers(5, 1024, 1024).requires_grad_()
+    found, expected = planner.contract("ui,iuv->vi", a, b), torch.einsum("ui,iuv->vi", a, b)
+    gradient = integers(*found.shape)
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        ours = torch.autograd.grad(found, (a, b), gradient)
+    copies = [math.prod(e.input_shapes[0]) for e in recorded.events() if e.name == "aten::copy_"]
+    assert copies == [gradient.numel()]
+    assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
+
+
 @pytest.mark.parametrize("intel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from engines import saved_tensor_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,6 +193,25 @@ def test_a_long_plan_keeps_operands_in_place_of_copies():
     plan = planner.plan("BTKGH,BSKH->BTKGS", *operands, backend="torch", device="cpu")
     assert plan.cost.seconds > 2.5e-3
     assert plan.cost.retained_bytes == 0
+
+
+def test_a_long_plan_keeps_the_copies_that_both_programs_read():
+    """Einsum does so too. To copy twice took 1.3 to 1.6 times as long."""
+    spec, shapes = "vu,zui->zvi", [(16, 32), (8192, 32, 5)]
+    plan = planner.plan(
+        spec, *[planner.Operand(shape, requires_grad=True) for shape in shapes], backend="torch", device="cpu"
+    )
+    assert plan.programs.by_autograd
+    assert plan.cost.retained_bytes == 4 * 8192 * 32 * 5 == plan.naive_cost.retained_bytes
+    assert plan.cost.peak_bytes <= plan.naive_cost.peak_bytes
+    assert sum(step.choice.cost.copied_bytes > 0 for step in plan.steps) == 1
+    operands = [integers(*shape, grad=True) for shape in shapes]
+    assert saved_tensor_bytes(lambda: planner.contract(spec, *operands), operands) == plan.cost.retained_bytes
+    found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(gradients(found, operands), gradients(expected, operands), strict=True):
+        assert torch.equal(ours, theirs)
+    assert planner.plan(spec, *operands, retain_limit=0).cost.retained_bytes == 0  # copies twice
 
 
 @pytest.fixture

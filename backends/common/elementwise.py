@@ -20,8 +20,9 @@ _SHORT_RUN = 8
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.
 _TWICE_LOOPS, _AGAIN_LOOPS, _RUNS_SUMMED_ONCE = 0.6 / 30, 7 / 30, 3
-# A line of the cache that is read again from beyond it, and the axes of a matrix; the same EPYC.
-_LINE_LOOPS, _LINE_BYTES, _MATRIX_AXES = 2.5 / 30, 64, 2
+# A line that is read again from beyond the nearest part of the cache, how large that part is, and the axes of a matrix;
+# the same EPYC.
+_LINE_LOOPS, _LINE_BYTES, _NEAR_CACHE, _MATRIX_AXES = 2.5 / 30, 64, 1 / 16, 2
 
 
 def runs_of(
@@ -110,7 +111,7 @@ def scattered_read_seconds(
         if left > 1 and spec.size(axis) != 1:
             here, left = min(left, spec.size(axis)), left // spec.size(axis)
             inside = math.prod(map(spec.size, axes[axes.index(axis) + 1 :]))
-            times *= here if inside * _LINE_BYTES > device.cache_bytes else 1
+            times *= here if inside * _LINE_BYTES > device.cache_bytes * _NEAR_CACHE else 1
     return elements * (times - 1) / line * _LINE_LOOPS * device.loop_seconds
 
 

@@ -28,6 +28,10 @@ from planner.program.ops import Cast, JointGradient, Op, joint_elements
 # 0.6 to 1.0 ns for 3 x 3 by 3 to 16 x 16 by 16, whether 64 matrices or 16,384, and for 8 x 3 by 3 x 16, where the
 # smallest matrices that it calls for take 0.1 us (AMD EPYC, torch 2.13, 2026-11-27).
 _SMALL_SECONDS = 0.9e-9
+# Of small matrices times vectors each term takes so long, and so much is added for each sum: of rows that lie as rows,
+# and as columns. 2 x 2 to 19 x 20 took 0.5 to 2.5 ns a term as rows, and 1.2 to 3.1 as columns (AMD EPYC 7003,
+# torch 2.13, 2026-11-29).
+_AS_ROWS, _AS_COLUMNS = (0.45e-9, 2.7e-9), (1.1e-9, 3.6e-9)
 # MKL multiplies many rows by at most so many columns slowly if the rows lie as columns in memory. From 128 rows on it
 # takes so many seconds more for each of their elements whenever the rows double: 0.5 ns for 512 rows, 1.2 for 2,048.
 # Where the columns lie as rows, too, it does so for every four columns and each column that is left (one core of an AMD
@@ -124,7 +128,10 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts[-1:] = _sides_work(parts[-1], form, op, device)
         if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
-            parts.append(Work(seconds=batch * m * n * k * _SMALL_SECONDS))
+            number = int(m == 1)  # of the matrices
+            lie_as_rows = neighbours(spec.inputs[number], layouts[number], spec) in form.contracted
+            for_term, for_sum = _AS_ROWS if lie_as_rows else _AS_COLUMNS
+            parts.append(Work(seconds=batch * m * n * (k * for_term + for_sum)))
         elif kind == "matmul":
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
         if launches := _view_launches(form, spec, layouts):

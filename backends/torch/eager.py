@@ -71,9 +71,6 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
 MOST_NATIVE_SECONDS = 2.5e-3
 # Plans with index arrays of so many seconds are no operator under a compiler. `torch.func.grad` may keep more of them.
 MOST_SMALL_SECONDS = 2e-4
-# A copy of so many bytes may be kept in place of a computed value, which takes as many. The plan says that it is made
-# again, so its peak is that much too high. With 2^15 `imd, q[d]km -> ik` took 1.43 of einsum's time, now 0.9 (Xeon).
-MOST_REPLACED = 2**20
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
@@ -435,8 +432,7 @@ class _Compiler:
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)
             size = math.prod(x.shape) * itemsize(node.op.dtype)
-            computed = isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal")
-            if computed and size <= MOST_REPLACED:
+            if isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal"):
                 continue
             if (reshaped and not isinstance(child, Leaf)) or (strided and not self._einsum(node.op.spec, standins)):
                 return None

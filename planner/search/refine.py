@@ -13,7 +13,6 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
-from planner.program.program import Programs
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, merge_takes, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
@@ -25,8 +24,8 @@ _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 _WORTH_MEMORY = 0.9
 # The same with index arrays, where the naive tree retains the rows that it takes, and the most that it may retain then.
 _WORTH_TAKEN, _MOST_TAKEN = 0.8, 2**20
-# Copies of so many bytes take longer than what a call takes beside its steps.
-_LARGE_COPY = 2**16
+# A long plan of at most so many operands is compared with the naive one, of which autograd would keep copies.
+_MOST_OPERANDS = 4
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
@@ -98,7 +97,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
         return best
     least, gathers = call_seconds(space.contraction, best), space.contraction.resolved.spec.gathers
     is_long = least == best.cost.seconds
-    if is_long and (gathers or not _copies_twice(best.programs)):
+    if is_long and (gathers or len(space.operands) > _MOST_OPERANDS or best.programs.by_autograd):
         return best
     rows = backend.autograd_rows or {}
 
@@ -140,15 +139,6 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
                     native, shortest = found, seconds
                 break
     return native
-
-
-def _copies_twice(programs: Programs) -> bool:
-    """Whether both programs copy operands of large products. Autograd would keep the copies of the first."""
-    if programs.backward is None or programs.by_autograd or programs.copies:
-        return False
-    copied = [{v for s in p.steps if s.choice.cost.copied_bytes >= _LARGE_COPY for v in s.inputs}
-              for p in (programs.forward, programs.backward)]  # fmt: skip
-    return not copied[0].isdisjoint(copied[1])
 
 
 def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:

@@ -19,6 +19,7 @@ from planner.backends.common.stock import Product, evaluation, is_swapped, matmu
 from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import VIEW_LAUNCHES, flat_stock_work, stock_kind
 from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
+from planner.backends.torch.products.transposed import TRANSPOSED
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, neighbours, reordered
@@ -133,9 +134,11 @@ def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:
     readers = [step for step in steps if number in step.inputs]
     for step in readers:
         form, place = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.inputs.index(number)
-        if form is None or not form.contracted or step.choice.lowering != "matmul":
-            return None
         lie = step.op.layouts or (None, None)
+        if form is not None and step.choice.lowering == "multiply" and _is_strided(step.op, place):
+            continue
+        if form is None or not form.contracted or step.choice.lowering not in ("matmul", TRANSPOSED):
+            return None
         row_major = (*lie[:place], None, *lie[place + 1 :])
         planned, found = (product_copies(form, step.op.spec, layouts)[place] for layouts in (lie, row_major))
         if planned or not found:
@@ -161,6 +164,14 @@ def copy_first_row() -> Implementation:
         alike=lambda op: None if isinstance(found := _find_strided(op), str) else (found.spec.inputs, found.layouts),
         least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds)),
     )
+
+
+def _is_strided(op: Op, number: int) -> bool:
+    """Whether a product by element reads an operand several times, with a stride if that is row-major."""
+    spec, term = op.spec, op.spec.inputs[number]
+    inner = next((axis for axis in reversed(term_axes(spec.output)) if axis in spec.wide), None)
+    strided = inner in term and neighbours(term, None, spec) != inner
+    return strided and spec.elements[-1] >= _REPEATED * spec.elements[number]
 
 
 @cached_by_step
