@@ -1,11 +1,13 @@
 """Which plans run as torch's own calls, with torch's own derivatives, and what these keep."""
 
+import math
 import re
 
 import numpy as np
 import pytest
+from conftest import examples
 from engines import saved_tensor_bytes
-from hypothesis import given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import planner
@@ -212,6 +214,46 @@ def test_a_long_plan_keeps_the_copies_that_both_programs_read():
     for ours, theirs in zip(gradients(found, operands), gradients(expected, operands), strict=True):
         assert torch.equal(ours, theirs)
     assert planner.plan(spec, *operands, retain_limit=0).cost.retained_bytes == 0  # copies twice
+
+
+@st.composite
+def long_products(draw):
+    """Two operands with axes in any order and in any strides, of 2^20 elements together or more."""
+    groups = ["", "z"], ["a", "ab", ""], ["c", "cd"], ["k", "kl"]
+    batch, left, right, summed = (draw(st.sampled_from(some)) for some in groups)
+    first, second, out = (
+        draw(st.permutations([*axes])) for axes in (batch + left + summed, batch + right + summed, batch + left + right)
+    )
+    sizes = {axis: draw(st.sampled_from((2, 3, 5, 8, 16))) for axis in batch + left + right + summed}
+    longest = draw(st.sampled_from([*left, *summed, *batch] or [*right]))
+    sizes[longest] *= 2**20 // math.prod(sizes[axis] for axis in first if axis in sizes) + 1
+    lie = [draw(st.permutations(range(len(term)))) for term in (first, second)]
+    spec = f"{''.join(first)},{''.join(second)}->{''.join(out)}"
+    return spec, [[sizes[axis] for axis in term] for term in (first, second)], lie
+
+
+@settings(max_examples=examples(15, 200))
+@example(("zakl,zckl->zca", [[2, 131074, 2, 2], [2, 2, 2, 2]], [[0, 1, 3, 2], [0, 1, 3, 2]]))  # a member of a family
+@given(long_products())
+def test_long_plans_retain_no_more_than_einsum_and_what_they_say(product):
+    spec, shapes, lie = product
+    assume(sum(map(math.prod, shapes)) <= 2**23)
+    operands = []
+    for shape, order in zip(shapes, lie, strict=True):
+        x = integers(*[shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        operands.append(x.requires_grad_())
+    found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)
+    assume(expected.numel() <= 2**23)
+    assert torch.equal(found, expected)
+    plan = planner.plan(spec, *operands)
+    kept = [
+        saved_tensor_bytes(lambda run=run: run(spec, *operands), operands) for run in (planner.contract, torch.einsum)
+    ]
+    assert kept[0] == plan.cost.retained_bytes
+    assert not plan.programs.by_autograd or kept[0] <= kept[1] + 2**16  # a plan is not compared for less
+    gradient = integers(*expected.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(x, operands, gradient) for x in (found, expected)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.fixture

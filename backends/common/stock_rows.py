@@ -10,7 +10,7 @@ from typing import Any
 from planner.backends.common.elementwise import scattered_read_seconds, short_run_seconds
 from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
-from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
+from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, in_memory, neighbours
@@ -142,7 +142,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
         if kind == "matmul":
-            parts.append(Work(seconds=_copy_loops_seconds(form, op, device)))
+            parts.append(Work(seconds=sum(copy_loops_seconds(number, form, op, device) for number in (0, 1))))
     layouts = op.layouts or ()
     if kind == "multiply" and device.kind == "cpu":
         alike = len({*spec.inputs}) == 1 and not any(layouts)  # the result lies as both operands do
@@ -168,24 +168,23 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
 
 
-def _copy_loops_seconds(form: ProductForm, op: Op, device: Device) -> float:
-    """Return what copies of a product's operands take beyond moving them: for short runs, and for strided ones.
+def copy_loops_seconds(number: int, form: ProductForm, op: Op, device: Device, in_order: bool = False) -> float:
+    """Return what the copy of a product's operand takes beyond moving it: for short runs, and for strided ones.
 
     The innermost axis in memory, of those that are no batch, stays in the group of axes that is innermost in the copy.
+    With `in_order` the groups go in the order of the matrix.
     """
-    spec, seconds = op.spec, 0.0
-    layouts = op.layouts or (None, None)
-    for number, copied in enumerate(product_copies(form, spec, layouts)):
-        if copied < spec.elements[number] or not copied:
-            continue
-        term, layout = spec.inputs[number], layouts[number]
-        batch, *groups = form.matrices[number]
-        lies = [axis for axis in in_memory(term, layout) if axis not in batch and axis in spec.wide]
+    spec = op.spec
+    term, layout = spec.inputs[number], (op.layouts or (None, None))[number]
+    if not (elements := spec.elements[number]) or matrix_copies(term, layout, form.matrices[number], spec) < elements:
+        return 0.0
+    batch, *groups = form.matrices[number]
+    lies = [axis for axis in in_memory(term, layout) if axis not in batch and axis in spec.wide]
+    if not in_order:
         groups.sort(key=lambda group: bool(lies) and lies[-1] in group)
-        order = [axis for group in (batch, *groups) for axis in group]
-        seconds += short_run_seconds(order, [term], spec, device, [layout])
-        seconds += scattered_read_seconds(order, term, layout, spec, itemsize(op.dtype), device)
-    return seconds
+    order = [axis for group in (batch, *groups) for axis in group]
+    seconds = short_run_seconds(order, [term], spec, device, [layout])
+    return seconds + scattered_read_seconds(order, term, layout, spec, itemsize(op.dtype), device)
 
 
 def row_operand(form: ProductForm, spec: Spec) -> int:

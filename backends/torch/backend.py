@@ -39,7 +39,7 @@ from planner.backends.torch.eager import AUTOGRAD, call_seconds, kept_copies
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, captured, dataless, not_dense, promote, unseen
-from planner.backends.torch.products.copied import reading_kept_copies
+from planner.backends.torch.products.copied import with_kept_copies
 from planner.backends.torch.products.einsum import einsum_copies, einsum_cost
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
@@ -68,7 +68,7 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS
         self.kept_copies, self.call_seconds, self.autograd_rows = kept_copies, call_seconds, AUTOGRAD
-        self.reading_kept_copies = partial(reading_kept_copies, table=self.table)
+        self.with_kept_copies = partial(with_kept_copies, table=self.table)
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor.

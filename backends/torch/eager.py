@@ -66,10 +66,11 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
     "broadcast": ("sum",),
     **{row: (gradient,) for row, gradient in INDEXED.items()},
 }
-# Longer plans run as a Function if they have index arrays: for an expanded gradient it computes the sum first, see
-# `Executable.against`; or if they copy operands once. For shorter plans its overhead shows (docs/limits.md).
+# Longer plans with index arrays run as a Function: for an expanded gradient it computes the sum first, see
+# `Executable.against`. Others do so unless autograd keeps copies that a Function would make twice.
 MOST_NATIVE_SECONDS = 2.5e-3
-# Plans with index arrays of so many seconds are no operator under a compiler. `torch.func.grad` may keep more of them.
+# Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
+# `torch.func.grad` they may keep more than the plan says.
 MOST_SMALL_SECONDS = 2e-4
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
@@ -146,7 +147,7 @@ def standins_of(contraction: Contraction) -> list[Strided]:
 def kept_copies(
     contraction: Contraction, tree: Tree, forward: Sequence[Step], backward: Sequence[Step], records: bool | None
 ) -> int | None:
-    """Return the bytes of copies that a small plan keeps if it runs as native calls; see `Backend.kept_copies`.
+    """Return the bytes of copies that a plan keeps if it runs as native calls; see `Backend.kept_copies`.
 
     A Function of planner's own would keep the operands in their place, but takes longer.
     """
@@ -159,7 +160,9 @@ def kept_copies(
     if any(step.recomputed for step in backward) or any(step.choice.lowering not in NATIVE for step in forward):
         return None
     seconds = sum(step.choice.cost.picoseconds for step in (*forward, *backward)) / 1e12
-    gathers = contraction.resolved.spec.gathers
+    gathers, forms = contraction.resolved.spec.gathers, [product_form(step.op.spec) for step in forward]
+    if records and any(form is not None and form.sizes[0] > 1 and form.sizes[1:3] == (1, 1) for form in forms):
+        return None  # `bmm` computes gradients of dot products slowly
     if seconds > MOST_NATIVE_SECONDS and (gathers or records is None):
         return None
     kept: list[int] = []

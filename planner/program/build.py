@@ -399,8 +399,8 @@ def build(
         builder.backward(tree, output_gradient, back, dict(saved), gradients)
         if not in_loop and backend.kept_copies:
             copies = backend.kept_copies(contraction, tree, steps, back, lower.records)
-        if copies and backend.reading_kept_copies:
-            back = list(backend.reading_kept_copies(steps, back, device=contraction.device))
+        if copies is not None and backend.with_kept_copies:
+            steps, back = backend.with_kept_copies(steps, back, device=contraction.device)
             retained += copies
             peak = peak if len(steps) == 1 else peak + copies
         held = peaks.outside + retained

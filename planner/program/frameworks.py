@@ -47,8 +47,8 @@ class Backend(Protocol):
         kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
             takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
             programs, and whether the plan's family keeps copies, if known.
-        reading_kept_copies: returns the steps of a backward program as they read these copies, from the steps of both
-            programs and the device.
+        with_kept_copies: returns the steps of both programs as they make and read these copies, from the steps and the
+            device.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
         call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
     """
@@ -63,7 +63,7 @@ class Backend(Protocol):
     einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
-    reading_kept_copies: Callable[..., Sequence[Step]] | None = None
+    with_kept_copies: Callable[..., tuple[list[Step], list[Step]]] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
     call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
 

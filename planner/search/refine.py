@@ -10,9 +10,10 @@ from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
-from planner.program.frameworks import load_backend
+from planner.program.frameworks import Backend, load_backend
 from planner.program.ops import JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
+from planner.program.program import Programs
 from planner.program.tree import Leaf, Node, Tree, keep_nothing, merge_takes, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
@@ -84,20 +85,21 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
     the framework's own einsum, may take what that takes if it saves a tenth of the time; with index arrays a fifth, and
     it may retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
-    multiplies them, its steps are thought to take no longer, and any time that it saves is enough.
+    multiplies them, its steps are thought to take no longer, and any time that it saves is enough. Of long plans only
+    the naive one comes in place, if autograd keeps copies that a Function would make twice.
 
     Args:
         space: the search space.
-        best: the candidate. If autograd runs it, or it takes long, it is returned.
+        best: the candidate. If autograd runs it, it is returned; so is a long one with index arrays or many operands.
         most: what a plan that autograd runs may need, but for the naive one; None: as much as the candidate, or little.
     """
     options, backend, back = space.options, load_backend(space.backend), best.programs.backward
     free = not options.limited and options.minimize == "time"
     if back is None or backend.call_seconds is None or not free or options.optimize != "auto":
         return best
-    least, gathers = call_seconds(space.contraction, best), space.contraction.resolved.spec.gathers
-    is_long = least == best.cost.seconds
-    if is_long and (gathers or len(space.operands) > _MOST_OPERANDS or best.programs.by_autograd):
+    beside, gathers = backend.call_seconds(space.contraction, best.tree, best.programs), space.resolved.spec.gathers
+    is_long, least = beside is None, best.cost.seconds + (beside or 0.0)
+    if beside == 0 or (is_long and (gathers or len(space.operands) > _MOST_OPERANDS or best.programs.by_autograd)):
         return best
     rows = backend.autograd_rows or {}
 
@@ -131,7 +133,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
             elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
                 part = 1.0 if takes_first else _WORTH_TAKEN
             if is_long:  # what a Function takes is nothing to it, but autograd would keep copies
-                part = _WORTH_MEMORY if is_einsum and found.programs.copies else 0.0
+                part = _WORTH_MEMORY if is_einsum and _copies_as_einsum(found.programs, backend) else 0.0
             if seconds >= part * least:
                 break
             if call_seconds(space.contraction, found) == found.cost.seconds:
@@ -139,6 +141,14 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
                     native, shortest = found, seconds
                 break
     return native
+
+
+def _copies_as_einsum(programs: Programs, backend: Backend) -> bool:
+    """Whether autograd keeps copies of a plan's operands, and no more bytes of them than behind einsum."""
+    if programs.copies is None or backend.einsum_copies is None:
+        return False
+    steps = [step for step in programs.forward.steps if len(step.inputs) == 2]
+    return programs.copies <= sum(sum(backend.einsum_copies(step.op)) for step in steps)
 
 
 def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:

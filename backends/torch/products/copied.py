@@ -17,8 +17,9 @@ from torch import Tensor
 from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.stock import Product, evaluation, is_swapped, matmul_product
 from planner.backends.common.stock_layout import matrix_copies, product_copies
-from planner.backends.common.stock_rows import VIEW_LAUNCHES, flat_stock_work, stock_kind
+from planner.backends.common.stock_rows import VIEW_LAUNCHES, copy_loops_seconds, flat_stock_work, stock_kind
 from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
+from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.transposed import TRANSPOSED
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -28,7 +29,7 @@ from planner.language.derive import swap_with_output
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.calls import PreparedRun, Run
-from planner.program.forms import ProductForm, product_form
+from planner.program.forms import ProductForm, known_product, product_form
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op
 from planner.program.program import Programs, Step
@@ -94,38 +95,51 @@ def with_quick_copies(row: Implementation) -> Implementation:
     return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
 
 
-def reading_kept_copies(
+def with_kept_copies(
     forward: Sequence[Step], backward: Sequence[Step], table: Table, device: Device
-) -> tuple[Step, ...]:
-    """Return the steps of a backward program which read the copies that autograd keeps in place of operands."""
+) -> tuple[list[Step], list[Step]]:
+    """Return the steps of both programs of a plan that autograd runs, if it keeps copies in place of operands.
+
+    Torch copies into the order of the axes of matrices, which may take longer than planner's own copies. The backward
+    program reads the copies. Those that `bmm` makes for unit strides are not kept. Only prices change: by their ops the
+    members of a family find their rows.
+    """
     orders: dict[int, list[str]] = {}
+    before = []
     for step in forward:
         form, spec = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.op.spec
         if form is not None and form.contracted:
-            copies = product_copies(form, spec, step.op.layouts or (None, None))
-            for variable, count, groups in zip(step.inputs, copies, form.matrices[:2], strict=True):
-                if count:
-                    orders[variable] = [axis for group in groups for axis in group]
-    steps = []
+            layouts, seconds = step.op.layouts or (None, None), 0.0
+            for number, groups in enumerate(form.matrices[:2]):
+                if not flattens(spec.inputs[number], layouts[number], groups, spec):
+                    orders[step.inputs[number]] = [axis for group in groups for axis in group]
+                    seconds += copy_loops_seconds(number, form, step.op, device, in_order=True)
+                    seconds -= copy_loops_seconds(number, form, step.op, device)
+            cost = step.choice.cost
+            cost = cost._replace(picoseconds=cost.picoseconds + max(0, round(1e12 * seconds)))
+            step = dataclasses.replace(step, choice=dataclasses.replace(step.choice, cost=cost))
+        before.append(step)
+    after = []
     for step in backward:
         if isinstance(step.op, Einsum) and not orders.keys().isdisjoint(step.inputs):
             terms, lie = step.op.spec.inputs, step.op.layouts or (None,) * len(step.inputs)
-            layouts = [
+            read = [
                 reordered(orders[variable], term, step.op.spec) if variable in orders else layout
                 for variable, term, layout in zip(step.inputs, terms, lie, strict=True)
             ]
-            op = step.op.with_layouts(tuple(layouts))
+            op = step.op.with_layouts(tuple(read))
             choice = table.price(step.choice.lowering, op, device)
-            step = step if choice is None else dataclasses.replace(step, op=op, choice=choice)
-        steps.append(step)
-    return tuple(steps)
+            step = step if choice is None else dataclasses.replace(step, choice=choice)
+        after.append(step)
+    return before, after
 
 
 def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:
     """Return what copies a row-major output gradient into the order that the backward program was planned for.
 
-    It returns any other gradient as it is. Return None if no step needs the copy, or if one would not make it: that one
-    would take more memory with the copy beside it.
+    It returns any other gradient as it is. Return None if no step needs the copy, or if a product of matrices would not
+    make it: that one would take more memory with the copy beside it. A product by element that repeats the gradient
+    has a much larger result.
     """
     number, steps = programs.output_gradient, () if programs.backward is None else programs.backward.steps
     gradient = programs.variables[number]
@@ -281,7 +295,10 @@ def _gradients(op: Op, order: Term) -> tuple[Einsum, Einsum]:
 
 def _work(op: Op, order: Term, device: Device) -> list[Work]:
     (one, other), size = _gradients(op, order), itemsize(op.dtype) * op.spec.elements[-1]
-    first, second = flat_stock_work(one, device), flat_stock_work(other, device)
+    first, second = (
+        [*flat_stock_work(each, device), Work(scratch=few_scratch(known_product(each.spec), op.dtype))]
+        for each in (one, other)
+    )
     # While the first gradient is computed, the second is not yet there.
     more = max(_scratch(first) - other.result_bytes(), _scratch(second), 0)
     copy = Work.of_copies(size, more)._replace(launches=1 + 2 * VIEW_LAUNCHES)

@@ -19,7 +19,8 @@ by `mm`, and by the transposed product and a copy of its result:
 | 9, 32768 | 387, 132 | 460, 301 | 390, 510 | | | |
 | 64, 32768 | 3838, 436 | 4541, 615 | 5029, 734 | 5888, 756 | 1933, 809 | 1259, 1027 |
 
-Results, predicted times and memory are the same on all processors. Any module of `backends/torch/` may ask this one.
+How results lie, predicted times and predicted memory are the same on all processors; results are rounded otherwise. Any
+module of `backends/torch/` may ask this one.
 """
 
 from __future__ import annotations
@@ -127,18 +128,26 @@ def multiply_few(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _FewColumns(torch.autograd.Function):
-    """`multiply_few` of two matrices with gradients. It keeps what `torch.mm` does."""
+    """`multiply_few` of two matrices with gradients. It keeps what `torch.mm` does, and its gradients lie as there."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         """Multiply, and keep each matrix of which the gradient of the other is computed."""
         for_a, for_b = ctx.needs_input_grad
         ctx.save_for_backward(a if for_b else None, b if for_a else None)
+        ctx.columns = [x.stride(0) == 1 and x.stride(1) == x.shape[0] for x in (a, b)]
         return multiply_few(a, b)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, as those of `torch.mm`. They may be differentiated again."""
+        """Return both gradients, each with its columns as neighbours if those of its matrix are.
+
+        They may be differentiated again.
+        """
         a, b = ctx.saved_tensors
-        of_a = multiply_few(gradient, b.t()) if b is not None else None
-        return of_a, multiply_few(a.t(), gradient) if a is not None else None
+        of_a = of_b = None
+        if b is not None:
+            of_a = multiply_few(b, gradient.t()).t() if ctx.columns[0] else multiply_few(gradient, b.t())
+        if a is not None:
+            of_b = multiply_few(gradient.t(), a).t() if ctx.columns[1] else multiply_few(a.t(), gradient)
+        return of_a, of_b
