@@ -78,7 +78,7 @@ def models(torch):
         Keys()(queries, pool, chosen).sum().backward()
 
     def slices(generator):
-        whole = torch.randn(16, 256, 96, generator=generator, requires_grad=True)
+        whole = torch.randn(16, 512, 96, generator=generator, requires_grad=True)
         w = torch.randn(8, 96, 32, generator=generator, requires_grad=True)
         torch.einsum("ijk,ikl->jl", whole[:8], w).sum().backward()  # planted: slices
 
@@ -152,7 +152,7 @@ def arrays(torch):
         "turned": (24, 16, 64),
         "queries": (300, 64),
         "keys": (200, 64),
-        "whole": (16, 256, 96),
+        "whole": (16, 512, 96),
         "w": (8, 96, 32),
         "t": (7, 64),
     }

@@ -143,6 +143,42 @@ def test_an_output_gradient_is_copied_once(lies):
     assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
 
 
+def test_an_output_gradient_is_copied_once_for_transposed_products_too():
+    spec, shapes = "ijk,uwj->uiwk", [(3, 5, 7), (256, 128, 5)]
+    a, b = (integers(*shape).requires_grad_() for shape in shapes)
+    found, expected = planner.contract(spec, a, b), torch.einsum(spec, a, b)
+    gradient = integers(*found.shape)
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        ours = torch.autograd.grad(found, (a, b), gradient)
+    large = [e for e in recorded.events() if e.name == "aten::copy_" and math.prod(e.input_shapes[0]) == found.numel()]
+    assert len(large) <= 1
+    assert all(map(torch.equal, ours, torch.autograd.grad(expected, (a, b), gradient)))
+
+
+def test_a_product_follows_no_operand_if_the_next_step_would_copy_it():
+    """The search takes results to be row-major, so plans are built with row-major results too."""
+    operands = [planner.Operand(shape) for shape in [(16384, 16), (16, 16, 16), (16384, 16)]]
+    plan = planner.plan("bi,kij,bj->bk", *operands, backend="torch", device="cpu")
+    assert [step.choice.lowering for step in plan.steps] == ["multiply", "matmul"]
+    assert plan.cost.copied_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "lines"),
+    [
+        ("bdn,dn->bd", {"b": 256, "d": 1024, "n": 16}, True),  # runs of a line, 64 KiB apart
+        ("mf,zimf->zmi", {"z": 16384, "i": 8, "m": 5, "f": 4}, False),  # runs are 80 bytes apart
+        ("bdn,dn->bd", {"b": 256, "d": 1024, "n": 32}, False),  # runs of two lines
+        ("bdn,dn->bd", {"b": 16, "d": 1024, "n": 16}, False),  # the cache holds the array
+    ],
+)
+def test_lines_of_scattered_matrices_take_time(spec, sizes, lines):
+    terms = spec.split("->")[0].split(",")
+    op = Einsum(planner.resolve(spec, *[[sizes[axis] for axis in term] for term in terms]), "float32")
+    seconds = batches.vector_seconds(product_form(op.spec), op, CPU)
+    assert seconds == pytest.approx(max(op.spec.elements[:2]) / 16 * 12e-9 * lines)
+
+
 def test_an_output_gradient_that_a_product_would_read_with_a_stride_is_copied_first():
     """The gradient of `iuv` repeats it along `u`."""
     a, b = integers(1024, 5).requires_grad_(), integers(5, 1024, 1024).requires_grad_()

@@ -219,6 +219,19 @@ def test_slices_that_are_summed_are_the_product(product, dtype, strided):
     assert torch.equal(found, torch.einsum(spec, *operands))
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "runs"),
+    [
+        ("zuw,zu->uw", [(16384, 16, 16), (16384, 16)], False),  # pieces of 128 bytes, 21 ms for 2 whole
+        ("bdn,bd->dn", [(256, 1024, 16), (256, 1024)], True),  # of 8 KiB
+        ("uw,zuw->zu", [(16, 16), (16384, 16, 16)], True),  # the first axis is cut: slices are whole
+    ],
+)
+def test_slices_have_long_pieces(spec, shapes, runs):
+    op = Einsum(planner.resolve(spec, *shapes), "float32")
+    assert (TABLE.price(SUM_SLICES, op, CPU) is not None) == runs
+
+
 def test_slices_of_nothing_are_summed_to_nothing():
     """The functions of a row run at any sizes."""
     op = Einsum(planner.resolve("prqs,rs->pq", (40, 32, 40, 32), (32, 32)), "float32")

@@ -717,6 +717,7 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
         ("abcd", "ac", (64, 8, 64, 16), 2**15 * 10),  # the innermost run is summed
         ("abcd", "cd", (64, 8, 64, 16), 30 + 512 * 2),  # one run, of neighbours
         ("abc", "ac", (64, 8, 64), 64 * 30 + 512 * 2),
+        ("abcd", "bd", (64, 8, 0, 16), 512 * 30),  # nothing is summed
     ],
 )
 def test_sums_over_two_runs_go_element_by_element(order, out, sizes, nanoseconds):

@@ -82,7 +82,7 @@ def short_run_seconds(
         strided = not follows and _is_strided(terms, layouts, spec, innermost)
         turns = rows * (_VECTORS_LOOPS + run * _STRIDED_LOOPS * strided)
     if len(runs) > _RUNS_SUMMED_ONCE and not all(any(axis in term for term in terms) for axis in order):
-        turns = max(turns, rows * run * (_TWICE_LOOPS + _AGAIN_LOOPS / runs[-2]))
+        turns = max(turns, rows * run * (_TWICE_LOOPS + _AGAIN_LOOPS / max(1, runs[-2])))
     return (math.prod(runs[:-2]) + turns) * device.loop_seconds
 
 

@@ -4,7 +4,7 @@ Each step becomes a small function over views. Autograd then keeps exactly what 
 `mul` save the operands that they are given, and takes and segment sums by one index array save that array. Under
 autograd a plan does not run as native calls in these cases:
 
-- a step would copy an operand into another layout: autograd would keep the copy;
+- a step would copy an operand into another layout, which autograd would keep, and no plan says so: see `kept_copies`;
 - the result of a step would have other strides than the plan says, but for a product by element that comes last;
 - the plan transposes a product or its gradient, writes slices or terms of it in place, or has long batched vectors;
 - an operand is repeated along an axis in a product, and the plan sums its gradient otherwise, or earlier, than torch;
