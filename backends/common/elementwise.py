@@ -20,9 +20,11 @@ _SHORT_RUN = 8
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.
 _TWICE_LOOPS, _AGAIN_LOOPS, _RUNS_SUMMED_ONCE = 0.6 / 30, 7 / 30, 3
-# A line that is read again from beyond the nearest part of the cache, how large that part is, and the axes of a matrix;
-# the same EPYC.
-_LINE_LOOPS, _LINE_BYTES, _NEAR_CACHE, _MATRIX_AXES = 2.5 / 30, 64, 1 / 16, 2
+# What it takes to read a line again from beyond the nearest part of the cache, and how large that part is; the same
+# EPYC.
+_LINE_LOOPS, _NEAR_CACHE = 2.5 / 30, 1 / 16
+# The bytes of a line of the cache.
+LINE_BYTES = 64
 
 
 def runs_of(
@@ -89,10 +91,10 @@ def short_run_seconds(
 def scattered_read_seconds(
     order: Sequence[str], term: Term, layout: Layout | None, spec: Spec, size: int, device: Device
 ) -> float:
-    """Return the seconds that a copy takes for reading each line of the cache several times.
+    """Return the seconds that a copy takes because it reads lines of the cache several times.
 
-    That happens if the elements of a line are copied far apart: if what is copied in between fills the cache. A matrix
-    that is transposed torch copies in blocks.
+    It does so if the elements of a line are copied far apart: what is copied in between fills the nearest cache. Torch
+    copies a transposed matrix in blocks, and reads each line once.
 
     Args:
         order: the axes of the copy, the innermost last.
@@ -103,15 +105,15 @@ def scattered_read_seconds(
         device: the rates.
     """
     axes: list[Any] = [axis for axis in order if spec.size(axis) != 1]
-    if len(axes) == _MATRIX_AXES:
+    if len(axes) <= 2:  # a matrix
         return 0.0
     elements, times = math.prod(map(spec.size, axes)), 1  # and how many times each line is read
-    line = left = max(1, _LINE_BYTES // size)
+    line = left = max(1, LINE_BYTES // size)
     for axis in reversed(in_memory(term, layout)):
         if left > 1 and spec.size(axis) != 1:
             here, left = min(left, spec.size(axis)), left // spec.size(axis)
             inside = math.prod(map(spec.size, axes[axes.index(axis) + 1 :]))
-            times *= here if inside * _LINE_BYTES > device.cache_bytes * _NEAR_CACHE else 1
+            times *= here if inside * LINE_BYTES > device.cache_bytes * _NEAR_CACHE else 1
     return elements * (times - 1) / line * _LINE_LOOPS * device.loop_seconds
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from planner.backends.common.elementwise import LINE_BYTES
 from planner.backends.common.stock import SMALL_MATRIX
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.torch.contexts.modes import usual
@@ -34,7 +35,7 @@ _FEW = 8
 # that holds a run of neighbours in matrices that it multiplies by vectors, if they are parts of an array that the cache
 # does not hold, and the next run of a matrix is so many bytes away. One core of an AMD EPYC 7003, torch 2.13,
 # 2026-11-29: runs of a whole line took 4 to 18 ns, runs of 12 bytes 3, runs of 16 bytes that are 80 bytes apart none.
-_TERM_SECONDS, _LINE_SECONDS, _LINE_BYTES, _FAR_BYTES = 1.35e-9, 12e-9, 64, 512
+_TERM_SECONDS, _LINE_SECONDS, _FAR_BYTES = 1.35e-9, 12e-9, 512
 _NAMES, _DTYPES = ("float32", "float64"), (torch.float32, torch.float64)
 
 
@@ -77,8 +78,8 @@ def vector_seconds(form: ProductForm, op: Op, device: Device) -> float:
         elif not apart:
             run *= sizes[axis]
     total = op.spec.elements[number] * size
-    scattered = run < m * n * k * size and run <= _LINE_BYTES and apart >= _FAR_BYTES and total > device.cache_bytes
-    return total / _LINE_BYTES * _LINE_SECONDS if scattered else 0.0
+    scattered = run < m * n * k * size and run <= LINE_BYTES and apart >= _FAR_BYTES and total > device.cache_bytes
+    return total / LINE_BYTES * _LINE_SECONDS if scattered else 0.0
 
 
 def has_few_neighbours(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:

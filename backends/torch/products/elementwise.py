@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.elementwise import runs_of, short_run_seconds
+from planner.backends.common.elementwise import LINE_BYTES, runs_of, short_run_seconds
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES
 from planner.backends.torch.contexts.modes import usual
@@ -38,7 +38,6 @@ _PIECE_BYTES = 2**10
 # How many operators, as to their time, `added_product` takes for each term, and to cut the operands.
 TERM_LAUNCHES, CUT_LAUNCHES = 1.2, 7.0
 _MOST_TERMS = 64
-_LINE_BYTES = 64  # of the cache
 # What torch takes to multiply and add an element where that is more than moving it: one core of an Intel Xeon with
 # AVX-512, torch 2.13, 2026-11-29.
 _ADD_SECONDS = {"complex64": 8e-10, "complex128": 1.6e-9, "int64": 1.5e-9, "int32": 1e-9}
@@ -165,14 +164,13 @@ def _find_slices(op: Op) -> str | tuple[str, int]:
     if isinstance(form, str):
         return form
     out, size = term_axes(op.spec.output), joint_elements(op.spec) * itemsize(op.dtype)
-    order, piece = _summed_order(op)[0], joint_elements(op.spec) * itemsize(op.dtype)
-    for axis in order:
+    outer = 1  # the elements of the axes outside of the one that is cut
+    for axis in _summed_order(op)[0]:
         whole = op.spec.size(axis)
-        is_first, piece = piece == size, piece // max(1, whole)
-        length = _slice_length(size, whole)
+        length, pieces, outer = _slice_length(size, whole), outer, outer * whole
         if axis not in out or 2 * length > whole or size * length > 2 * _SLICE_BYTES * whole:
             continue
-        if not is_first and piece * length < _PIECE_BYTES:
+        if pieces > 1 and size // outer * length < _PIECE_BYTES:
             continue
         # Torch sums to one element in parts, which need memory.
         if (whole % length or length) * math.prod(op.spec.output_shape) > whole:
@@ -264,7 +262,7 @@ def _added_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         terms.append(term)
         layouts.append(layout)
     (*_, run), _ = runs_of(term_axes(spec.output), terms, spec, layouts)
-    lines = max(1, _LINE_BYTES // max(1, run * itemsize(op.dtype)))  # each term reads whole lines of the cache
+    lines = max(1, LINE_BYTES // max(1, run * itemsize(op.dtype)))  # each term reads whole lines of the cache
     adding = math.prod(spec.output_shape) * _ADD_SECONDS.get(op.dtype, 0.0)
     adding = max(adding, device.moving_seconds(2 * result))
     adding += short_run_seconds(term_axes(spec.output), terms, spec, device, layouts)
