@@ -341,7 +341,6 @@ def test_backends_are_held_to_the_protocol(name):
         "bind_symbols",
         "family_signature",
         "kept_copies",
-        "with_kept_copies",
         "autograd_rows",
         "call_seconds",
         "einsum_copies",

@@ -51,9 +51,25 @@ from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RunPlan, SizeReader, Stepwise
-from planner.program.frameworks import Backend, labelled
+from planner.program.contraction import Contraction
+from planner.program.frameworks import Backend, KeptCopies, labelled
+from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
+from planner.program.tree import Tree
+
+
+def _kept_copies(
+    table: Table,
+    contraction: Contraction,
+    tree: Tree,
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    records: bool | None,
+) -> KeptCopies:
+    """Return what `Backend.kept_copies` does."""
+    copies = kept_copies(contraction, tree, forward, backward, records)
+    return None if copies is None else (copies, *with_kept_copies(forward, backward, table, contraction.device))
 
 
 class TorchBackend(Backend):
@@ -67,8 +83,8 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS
-        self.kept_copies, self.call_seconds, self.autograd_rows = kept_copies, call_seconds, AUTOGRAD
-        self.with_kept_copies = partial(with_kept_copies, table=self.table)
+        self.kept_copies = partial(_kept_copies, self.table)
+        self.call_seconds, self.autograd_rows = call_seconds, AUTOGRAD
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor.

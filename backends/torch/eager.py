@@ -4,7 +4,7 @@ Each step becomes a small function over views. Autograd then keeps exactly what 
 `mul` save the operands that they are given, and takes and segment sums by one index array save that array. Under
 autograd a plan does not run as native calls in these cases:
 
-- a step would copy an operand into another layout, which autograd would keep, and no plan says so: see `kept_copies`;
+- a step would copy an operand into another layout: autograd would keep the copy. Some plans do: see `kept_copies`;
 - the result of a step would have other strides than the plan says, but for a product by element that comes last;
 - the plan transposes a product or its gradient, writes slices or terms of it in place, or has long batched vectors;
 - an operand is repeated along an axis in a product, and the plan sums its gradient otherwise, or earlier, than torch;
@@ -67,7 +67,7 @@ AUTOGRAD: Mapping[str, Sequence[str]] = {
     **{row: (gradient,) for row, gradient in INDEXED.items()},
 }
 # Longer plans with index arrays run as a Function: for an expanded gradient it computes the sum first, see
-# `Executable.against`. Others do so unless autograd keeps copies that a Function would make twice.
+# `Executable.against`. Others do so unless they keep copies of operands: see `planner.search.refine`.
 MOST_NATIVE_SECONDS = 2.5e-3
 # Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
 # `torch.func.grad` they may keep more than the plan says.

@@ -229,9 +229,9 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     parts, spec = flat_stock_work(op, device), op.spec
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
         form = known_product(product_of_rows(spec))
-        seconds = 0.0 if spec.gathers else vector_seconds(form, op, device)
-        scratch = dot_scratch(form, op.dtype) + (0 if spec.gathers else few_scratch(form, op.dtype))
-        parts.append(Work(scratch=scratch, seconds=seconds))
+        parts.append(Work(scratch=dot_scratch(form, op.dtype)))
+        if not spec.gathers:
+            parts.append(Work(scratch=few_scratch(form, op.dtype), seconds=vector_seconds(form, op, device)))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

@@ -398,11 +398,11 @@ def build(
         back: list[Step] = []
         builder.backward(tree, output_gradient, back, dict(saved), gradients)
         if not in_loop and backend.kept_copies:
-            copies = backend.kept_copies(contraction, tree, steps, back, lower.records)
-        if copies is not None and backend.with_kept_copies:
-            steps, back = backend.with_kept_copies(steps, back, device=contraction.device)
-            retained += copies
-            peak = peak if len(steps) == 1 else peak + copies
+            found = backend.kept_copies(contraction, tree, steps, back, lower.records)
+            if found is not None:
+                copies, steps, back = found
+                retained += copies
+                peak = peak if len(steps) == 1 else peak + copies
         held = peaks.outside + retained
         if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
             held += variables[output_gradient].bytes

@@ -28,6 +28,8 @@ from planner.program.tree import Tree
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.
 HOW_GIVEN = "give the operands one by one, or all of them in one list or tuple"
+# What `Backend.kept_copies` returns.
+KeptCopies = tuple[int, list[Step], list[Step]] | None
 
 
 class Backend(Protocol):
@@ -45,10 +47,9 @@ class Backend(Protocol):
         einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
         kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
-            takes less time; None if a plan must copy nothing. It takes the contraction, its tree, the steps of both
-            programs, and whether the plan's family keeps copies, if known.
-        with_kept_copies: returns the steps of both programs as they make and read these copies, from the steps and the
-            device.
+            takes less time, and the steps of both programs, which make and read these copies; None if a plan must copy
+            nothing. It takes the contraction, its tree, the steps of both programs, and whether the plan's family keeps
+            copies, if known.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
         call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
     """
@@ -62,8 +63,7 @@ class Backend(Protocol):
     conjugates: bool = False
     einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
-    kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], int | None] | None = None
-    with_kept_copies: Callable[..., tuple[list[Step], list[Step]]] | None = None
+    kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], KeptCopies] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
     call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
 

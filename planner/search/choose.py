@@ -347,7 +347,7 @@ def _best(
     best = found.best()
     if best is not None and _lies_badly(space, best):
         found.search(ADDITIVE)
-        found.add(with_row_major_results(space, each) for each in (best,))
+        found.add(with_row_major_results(space, best))
         best = found.best()
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         found.search(OBJECTIVES)  # the search for the least peak does not know what guards need

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
@@ -85,8 +85,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
     the framework's own einsum, may take what that takes if it saves a tenth of the time; with index arrays a fifth, and
     it may retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
-    multiplies them, its steps are thought to take no longer, and any time that it saves is enough. Of long plans only
-    the naive one comes in place, if autograd keeps copies that a Function would make twice.
+    multiplies them, its steps are thought to take no longer, and any time that it saves is enough. In place of a
+    long plan comes only the naive one, and only if autograd keeps copies of operands, no more than behind einsum.
 
     Args:
         space: the search space.
@@ -132,7 +132,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
                 part = _WORTH_MEMORY
             elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
                 part = 1.0 if takes_first else _WORTH_TAKEN
-            if is_long:  # what a Function takes is nothing to it, but autograd would keep copies
+            if is_long:  # the overhead of a Function does not count, but copies that autograd keeps do
                 part = _WORTH_MEMORY if is_einsum and _copies_as_einsum(found.programs, backend) else 0.0
             if seconds >= part * least:
                 break
@@ -165,15 +165,15 @@ def keep_inputs(space: SearchSpace, candidate: Candidate) -> Candidate:
     return Candidate(space.programs(tree, lower), tree, lower, False, candidate.origin)
 
 
-def with_row_major_results(space: SearchSpace, best: Candidate) -> Candidate:
-    """Return the candidate's tree with row-major results where a row leaves them, as the search took them to be."""
+def with_row_major_results(space: SearchSpace, best: Candidate) -> Iterator[Candidate]:
+    """Yield the candidate's tree with row-major results where a row leaves them, as the search took them to be."""
 
     def choices(op: Op) -> Sequence[PricedImplementation]:
         found = space.choices(op)
         return [choice for choice in found if not any(choice.layouts)] or found
 
     lower = Lowerer(choices, step_key("time"), plain=space.table.plain)
-    return Candidate(space.programs(best.tree, lower), best.tree, lower, False, best.origin)
+    yield Candidate(space.programs(best.tree, lower), best.tree, lower, False, best.origin)
 
 
 def is_fastest_kept(space: SearchSpace, candidate: Candidate) -> bool:

@@ -107,18 +107,15 @@ def with_kept_copies(
     orders: dict[int, list[str]] = {}
     before = []
     for step in forward:
-        form, spec = product_form(step.op.spec) if isinstance(step.op, Einsum) else None, step.op.spec
-        if form is not None and form.contracted:
-            layouts, seconds = step.op.layouts or (None, None), 0.0
-            for number, groups in enumerate(form.matrices[:2]):
-                if not flattens(spec.inputs[number], layouts[number], groups, spec):
-                    orders[step.inputs[number]] = [axis for group in groups for axis in group]
-                    seconds += copy_loops_seconds(number, form, step.op, device, in_order=True)
-                    seconds -= copy_loops_seconds(number, form, step.op, device)
-            cost = step.choice.cost
-            cost = cost._replace(picoseconds=cost.picoseconds + max(0, round(1e12 * seconds)))
-            step = dataclasses.replace(step, choice=dataclasses.replace(step.choice, cost=cost))
-        before.append(step)
+        seconds = 0.0
+        for number, order in _orders_of_copies(step.op).items():
+            orders[step.inputs[number]] = order
+            form = known_product(step.op.spec)
+            seconds += copy_loops_seconds(number, form, step.op, device, in_order=True)
+            seconds -= copy_loops_seconds(number, form, step.op, device)
+        cost = step.choice.cost
+        cost = cost._replace(picoseconds=cost.picoseconds + max(0, round(1e12 * seconds)))
+        before.append(dataclasses.replace(step, choice=dataclasses.replace(step.choice, cost=cost)))
     after = []
     for step in backward:
         if isinstance(step.op, Einsum) and not orders.keys().isdisjoint(step.inputs):
@@ -132,6 +129,19 @@ def with_kept_copies(
             step = step if choice is None else dataclasses.replace(step, choice=choice)
         after.append(step)
     return before, after
+
+
+def _orders_of_copies(op: Op) -> dict[int, list[str]]:
+    """Return the orders of axes into which torch copies operands of a product of matrices, by the operands' numbers."""
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None or not form.contracted:
+        return {}
+    layouts = op.layouts or (None, None)
+    return {
+        number: [axis for group in groups for axis in group]
+        for number, groups in enumerate(form.matrices[:2])
+        if not flattens(op.spec.inputs[number], layouts[number], groups, op.spec)
+    }
 
 
 def gradient_copy(programs: Programs) -> Callable[[Tensor], Tensor] | None:

@@ -38,8 +38,8 @@ from planner.language.dtypes import itemsize
 from planner.program.forms import ProductForm
 
 _MOST_COLUMNS = 9
-# By oneDNN are computed products of so many elements of the first factor or more, and of so many terms or fewer, for
-# which it makes no copy of that; and that many rows for each column.
+# oneDNN computes products of so many elements of the first factor or more, of so many terms or fewer, for which it does
+# not copy that factor, and of so many rows for each column or more.
 _LEAST_ELEMENTS, _MOST_TERMS, _MORE_ROWS = 2**16, 512, 4
 # From so many terms on, a product takes longer than its transpose and a copy of that.
 _LEAST_TERMS = 32
@@ -48,8 +48,8 @@ _MOST_DOTS, _SHORT_DOTS = 4, 16
 # What is allocated besides matrices, rounded up: by oneDNN 1,536 bytes for each of 700 products of 2 to 11 columns, and
 # 14,400 where torch copies a matrix that is transposed.
 _SCRATCH_BYTES = 2**14
-# Transposed are products of rows that lie as columns, of so many elements or more and so many rows for each column, if
-# the result has so many elements or fewer.
+# Products whose rows lie as columns are transposed from so many elements of the first factor on, with so many rows for
+# each column or more, if the result has so many elements or fewer.
 _LEAST_TURNED, _MORE_TURNED, _MOST_COPIED = 2**14, 1.75, 2**14
 
 
@@ -140,9 +140,9 @@ class _FewColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, each with its columns as neighbours if those of its matrix are.
+        """Return both gradients, which may be differentiated again.
 
-        They may be differentiated again.
+        As those of `torch.mm`, the gradient of a matrix that is transposed in memory lies so too.
         """
         a, b = ctx.saved_tensors
         of_a = of_b = None
