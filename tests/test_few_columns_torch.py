@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from conftest import examples  # noqa: E402
 from engines import saved_tensor_bytes  # noqa: E402
@@ -19,16 +19,11 @@ from planner.program.forms import known_product  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
-    reason="this torch has no oneDNN",
-)
-
 
 @pytest.fixture(autouse=True)
 def on_amd(monkeypatch):
-    """All processors that have oneDNN compute the same."""
-    linear = torch.ops.mkldnn._linear_pointwise.default
+    """All processors compute the same. Where torch has no oneDNN, torch's own product stands in for it."""
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, weight, *_: torch.mm(x, weight.t()))
     calls = []
 
     def counted(*args):
@@ -117,10 +112,11 @@ def test_gradients_have_gradients():
 
     def second(multiply):
         first = torch.autograd.grad((multiply(a, b) ** 2).sum(), (a, b), create_graph=True)
-        return torch.autograd.grad(sum((x**2).sum() for x in first), (a, b))
+        return torch.autograd.grad(sum(x.sum() for x in first), (a, b))
 
     for ours, theirs in zip(second(multiply_few), second(torch.mm), strict=True):
-        assert torch.allclose(ours, theirs)
+        assert theirs.abs().max() < 2**24
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("grads", [False, True])
