@@ -17,7 +17,7 @@ from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards, guard_bytes, index_bytes, is_marked, mark_bytes
 from planner.program.ops import Cast, Einsum, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
-from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
+from planner.program.program import Program, Programs, Step, Variable, live_bytes, peak_by_autograd, program_cost
 from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
 
 
@@ -408,9 +408,8 @@ def build(
             held += variables[output_gradient].bytes
         given, results = (*inputs, output_gradient, *kept), tuple(gradients.values())
         back, back_peak = peaks.of_steps(back, given, results, held, output_gradient)
-        if lower.records:  # autograd multiplies for both gradients of a product by element before it sums for one
-            costs = [step.choice.cost for step in back]
-            back_peak += max([cost.scratch_bytes - cost.copied_bytes for cost in costs], default=0)
+        if lower.records:
+            back_peak = peak_by_autograd(back, variables, output_gradient, back_peak)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

@@ -185,6 +185,28 @@ def live_bytes(
     return priced, max(alive, default=start)
 
 
+def peak_by_autograd(back: Sequence[Step], variables: Sequence[Variable], output_gradient: int, peak: int) -> int:
+    """Return the peak of a backward program that autograd runs.
+
+    Autograd multiplies for both gradients of a product by element before it sums for one.
+
+    Args:
+        back: the steps, with the bytes that are alive in each if they run one by one.
+        variables: the table of variables.
+        output_gradient: the variable of the output's gradient. Those of the backward program come after it.
+        peak: the peak if they run one by one.
+    """
+    unsummed: dict[int, int] = {}  # by variable: the bytes of products that earlier steps make of it
+    for step in back:
+        product = step.choice.cost.scratch_bytes - step.choice.cost.copied_bytes
+        live = step.live_bytes - (sum(variables[v].bytes for v in step.outputs) if product else 0)  # no sum yet
+        for variable in step.inputs:
+            if variable >= output_gradient:
+                before = unsummed.get(variable, 0)
+                peak, unsummed[variable] = max(peak, live + before), before + product
+    return peak
+
+
 def _alive(
     steps: Sequence[Step],
     variables: Sequence[Variable],
