@@ -331,7 +331,7 @@ def test_backends_are_held_to_the_protocol(name):
         "signature",
         "compiles",
         "strided",
-        "conjugates",
+        "conjugated_bytes",
         "pins_tiles",
         "unwatched",
         "bind_family",

@@ -17,9 +17,10 @@ torch = pytest.importorskip("torch")
 if not torch.backends.mkl.is_available():  # what is slow elsewhere has not been measured
     pytest.skip("products are only transposed for MKL", allow_module_level=True)
 
-from planner.backends.torch.eager import compile_native, standins_of  # noqa: E402
+from planner.backends.torch.eager import compile_native  # noqa: E402
 from planner.backends.torch.products import few_columns, transposed  # noqa: E402
 from planner.backends.torch.products.transposed import TRANSPOSED  # noqa: E402
+from planner.backends.torch.strides import standins_of  # noqa: E402
 
 
 def integers(*shape, grad=False):

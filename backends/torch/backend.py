@@ -15,6 +15,7 @@ from torch.overrides import has_torch_function
 
 from planner.backends.common.indices import check_index_dtype
 from planner.backends.torch.checks import raise_pending, synchronize
+from planner.backends.torch.conjugates import conjugated_bytes
 from planner.backends.torch.contexts.autocast import autocast_dtype, autocast_state
 from planner.backends.torch.contexts.modes import (
     as_planned,
@@ -77,7 +78,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     strided = True
-    conjugates = True
+    conjugated_bytes = staticmethod(conjugated_bytes)
     einsum_copies = staticmethod(einsum_copies)
     einsum_cost = staticmethod(einsum_cost)
 

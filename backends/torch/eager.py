@@ -25,6 +25,7 @@ from torch import Tensor
 from planner.backends.common.stock import count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
+from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import elementwise, transposed
@@ -38,8 +39,15 @@ from planner.backends.torch.products.einsum import (
 )
 from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
 from planner.backends.torch.products.few_columns import runs_few
-from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, copies_of
-from planner.cost.layout import layout_of, row_major
+from planner.backends.torch.strides import (
+    STRIDE_OPS,
+    TRANSFORMED_STRIDE_OPS,
+    Strided,
+    StrideOps,
+    copies_of,
+    standins_of,
+)
+from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
@@ -137,13 +145,6 @@ def compile_native(
     return None if compiled is None else compiled[0]
 
 
-def standins_of(contraction: Contraction) -> list[Strided]:
-    """Return stand-ins of the operands without their broadcast dimensions."""
-    operands = contraction.operands
-    lie = [Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad) for o in operands]
-    return [x if s == x.shape else x.reshape(s) for x, s in zip(lie, contraction.resolved.shapes, strict=True)]
-
-
 def kept_copies(
     contraction: Contraction, tree: Tree, forward: Sequence[Step], backward: Sequence[Step], records: bool | None
 ) -> int | None:
@@ -182,7 +183,7 @@ def call_seconds(contraction: Contraction, tree: Tree, programs: Programs) -> fl
     computing = [step.choice.lowering for step in forward if not isinstance(step.op, Guard)]
     if isinstance(tree, Leaf) or all(row in ("view", "broadcast") for row in computing):
         return 0.0
-    if any(step.choice.cost.copied_bytes for step in forward):
+    if any(step.choice.cost.copied_bytes for step in forward) or conjugates_much(programs):
         native = programs.copies is not None
     else:
         rows = {step.op.spec: step.choice.lowering for step in forward}

@@ -24,6 +24,7 @@ from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.autograd import record, record_usual
 from planner.backends.torch.casts import Casts, after_casts, unread_casts
 from planner.backends.torch.checks import raise_pending
+from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.contexts.autocast import autocast_changes
 from planner.backends.torch.contexts.flops import count_native
 from planner.backends.torch.contexts.modes import (
@@ -39,12 +40,18 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import MOST_NATIVE_SECONDS, MOST_SMALL_SECONDS, NATIVE, compile_native, standins_of
+from planner.backends.torch.eager import (
+    MOST_NATIVE_SECONDS,
+    MOST_SMALL_SECONDS,
+    NATIVE,
+    compile_native,
+)
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
 from planner.backends.torch.ops import dispatches, is_recorded, unseen
 from planner.backends.torch.products.elementwise import BY_ELEMENT, summed_product
+from planner.backends.torch.strides import standins_of
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.program.calls import Member, RangedIndices, RunPlan
@@ -196,6 +203,8 @@ def _native(
     if executable.gathers and (executable.empty or (requires and plan.cost.seconds > MOST_NATIVE_SECONDS)):
         return None
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
+        return None
+    if conjugates_much(plan.programs):  # of the largest member of a family
         return None
     if isinstance(plan.tree, Leaf):
         return NativeRun(lambda views, _=None: views[0].view_as(views[0]), Reads())

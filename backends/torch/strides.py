@@ -21,6 +21,7 @@ from planner.backends.common.stock import Product, matmul_product, viewing
 from planner.backends.torch.ops import is_unit_strided
 from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec, Term
+from planner.program.contraction import Contraction
 from planner.program.forms import ProductForm
 
 
@@ -151,6 +152,13 @@ class StrideOps:
 
 # Two instances for all calls, so that the cache of compiled specs finds them again.
 STRIDE_OPS, TRANSFORMED_STRIDE_OPS = StrideOps(), StrideOps(transformed=True)
+
+
+def standins_of(contraction: Contraction) -> list[Strided]:
+    """Return stand-ins of the operands without their broadcast dimensions."""
+    operands = contraction.operands
+    lie = [Strided(o.shape, row_major(o.shape) if o.strides is None else o.strides, o.requires_grad) for o in operands]
+    return [x if s == x.shape else x.reshape(s) for x, s in zip(lie, contraction.resolved.shapes, strict=True)]
 
 
 def _computed(shape: Sequence[int], *inputs: Strided, strides: Sequence[int] | None = None) -> Strided:

@@ -404,8 +404,8 @@ def build(
                 retained += copies
                 peak = peak if len(steps) == 1 else peak + copies
         held = peaks.outside + retained
-        if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
-            held += variables[output_gradient].bytes
+        if backend.conjugated_bytes is not None and not in_loop:
+            held += backend.conjugated_bytes(contraction, back, variables, output_gradient)
         given, results = (*inputs, output_gradient, *kept), tuple(gradients.values())
         back, back_peak = peaks.of_steps(back, given, results, held, output_gradient)
         if lower.records:

@@ -22,7 +22,7 @@ from planner.program.contraction import Contraction
 from planner.program.implementations import Table
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
-from planner.program.program import CompiledPeak, Programs, Step
+from planner.program.program import CompiledPeak, Programs, Step, Variable
 from planner.program.tree import Tree
 
 BACKENDS = ("torch", "jax", "numpy")
@@ -43,7 +43,8 @@ class Backend(Protocol):
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         compiled_peak: returns the bytes that a compiler takes for a program, from the steps, the variables, those that
             the caller owns, those that outlive it, the output's gradient or None, and the index mode.
-        conjugates: whether backward programs run on the conjugate of a complex output gradient.
+        conjugated_bytes: returns the bytes of conjugates that a backward program allocates, from the contraction, the
+            steps, the variables, and which of them is the output's gradient; None if gradients conjugate nothing.
         einsum_cost: returns what a stock step costs on a device by the framework's own functions, which may copy less.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
         kept_copies: returns the bytes of copies that a plan keeps in place of operands, because autograd saves them and
@@ -60,7 +61,7 @@ class Backend(Protocol):
     compiles: bool = False
     strided: bool = False
     compiled_peak: CompiledPeak | None = None
-    conjugates: bool = False
+    conjugated_bytes: Callable[[Contraction, Sequence[Step], Sequence[Variable], int], int] | None = None
     einsum_cost: Callable[[Op, StepCost, Device], StepCost] | None = None  # None if they take as much
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], KeptCopies] | None = None

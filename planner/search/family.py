@@ -17,7 +17,8 @@ is searched for itself.
 Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
 which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
 tree is nearly linear in one size. So what is within `WON` of the best at both ends of a class is so in between. With
-index arrays and gradients there are no such classes: autograd runs short steps, and planner's own Function long ones.
+gradients, contractions with index arrays or complex numbers have no such classes: autograd runs short steps, and
+planner's own Function long ones.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def wide_axes(contraction: Contraction) -> list[str]:
     spec = contraction.resolved.spec
     if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
         return []
-    if spec.gathers and any(contraction.requires_grad):
+    if any(contraction.requires_grad) and (spec.gathers or contraction.dtype.startswith("complex")):
         return []
     return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
 
