@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import types
 
@@ -103,6 +104,42 @@ def test_other_threads_keep_their_own(lib):
             thread.join()
         assert mine.routed == 0
     assert reports == {"one": 3, "two": 3}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_computes_again_in_a_thread_of_autograd(torch, reentrant):
+    """As on cards. Python knows nothing of such threads; a thread of the program's own is not routed."""
+    a = torch.ones(3, 4, requires_grad=True)
+
+    def squared():
+        return torch.utils.checkpoint.checkpoint(
+            lambda a: torch.einsum("ij,kj->ik", a * 2, a).abs(), a, use_reentrant=reentrant
+        ).sum()
+
+    def in_a_thread(start, work):
+        errors, done = [], threading.Event()
+
+        def run():
+            try:
+                work()
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        start(run)
+        assert done.wait(60)
+        return errors
+
+    squared().backward()
+    expected, a.grad = a.grad, None
+    with planner.patch("torch") as report:
+        loss = squared()
+        assert not in_a_thread(lambda run: _thread.start_new_thread(run, ()), loss.backward)
+        assert report.routed == 2
+        loss = squared()
+        in_a_thread(lambda run: threading.Thread(target=run).start(), loss.backward)
+        assert report.routed == 3
+    assert torch.equal(a.grad, expected) or reentrant
 
 
 def test_the_librarys_own_calls_are_not_routed(jax):

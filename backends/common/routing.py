@@ -24,10 +24,24 @@ class Routing:
     own. The first route that is entered replaces it, and the last one puts it back.
     """
 
-    def __init__(self, name: str, find: Callable[[], Any], overridden: Callable[..., bool] | None = None) -> None:
-        """`find` returns the function, `overridden` says whether others are to see a call first."""
-        self.name, self.find, self.overridden = name, find, overridden
-        self.lock, self.entered = threading.Lock(), 0
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], Any],
+        overridden: Callable[..., bool] | None = None,
+        serves: Callable[[], bool] | None = None,
+    ) -> None:
+        """Say what is routed.
+
+        Args:
+            name: the name of the framework.
+            find: returns the function.
+            overridden: says whether others are to see a call first.
+            serves: says whether the framework started the thread that asks, to work for another one.
+        """
+        self.name, self.find, self.overridden, self.serves = name, find, overridden, serves
+        self.lock = threading.Lock()
+        self.entered: list[Route] = []  # of all threads
         self.mine = threading.local()
         self.function: Any = None
         self.original: Any = None
@@ -42,7 +56,7 @@ class Routing:
         with self.lock:
             if not self.entered:
                 self._replace()
-            self.entered += 1
+            self.entered.append(route)
         routes = self.mine.__dict__.setdefault("routes", [])
         routes.append(route)
         try:
@@ -50,7 +64,7 @@ class Routing:
         finally:
             routes.remove(route)
             with self.lock:
-                self.entered -= 1
+                self.entered.remove(route)
                 if not self.entered:
                     self.function.__code__ = self.original.__code__
 
@@ -65,14 +79,16 @@ class Routing:
 
     def call(self, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
         """Run a call of the function; the library's own are not routed, whenever XLA makes them."""
-        routes = getattr(self.mine, "routes", None)
+        mine = routes = getattr(self.mine, "routes", None)
+        if mine is None and self.serves is not None and self.serves():
+            routes = list(self.entered)
         if not routes or caller.startswith(_OWN) or (self.overridden and self.overridden(arguments)):
             return self.original(*arguments, **options)
         self.mine.routes = []  # what a route calls is not routed again
         try:
             return routes[-1](self.original, arguments, options)
         finally:
-            self.mine.routes = routes
+            self.mine.routes = mine
 
 
 # `_replaced` repeats it: its code runs among the globals of another function, which has no such name.

@@ -5,6 +5,7 @@ The code of `torch.einsum` itself is replaced: a mode would take a microsecond f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,16 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from planner.backends.common.routing import Routing
 
+
+def _serves() -> bool:
+    """Whether autograd runs a backward pass in a thread of its own, as on cards. A checkpoint computes again there."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+        return False
+    return isinstance(threading.current_thread(), threading._DummyThread)  # Python did not start it
+
+
 # Modes and objects that override functions see a call first, as they see one of torch's own einsum.
-EINSUM = Routing("torch", lambda: torch.functional.einsum, has_torch_function)
+EINSUM = Routing("torch", lambda: torch.functional.einsum, has_torch_function, _serves)
 
 
 class RoutingMode(TorchFunctionMode):
