@@ -32,11 +32,13 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     if plan.backend == "numpy":
         return _checked_run(plan, operands, indices)[0](operands, indices)
     # Arrays of equal classes and signatures were checked before: those of JAX and torch hold all that is checked.
-    key = None
-    with contextlib.suppress(AttributeError, IndexError):  # something is no array, or there is none
+    key, run = None, None
+    with contextlib.suppress(AttributeError, IndexError, TypeError):  # something is no array, or its sizes are symbols
         signature = load_backend(plan.backend).signature(operands, indices)
-        key = None if signature is None else (_Same(plan), tuple(map(type, operands)), signature)
-    run = None if key is None else _CHECKED.get(key)
+        if signature is not None:
+            asked = (_Same(plan), tuple(map(type, operands)), signature)
+            run = _CHECKED.get(asked)
+            key = asked
     if run is None:
         if plan.backend == "jax":
             operands, indices = beside_jax(operands, indices)
@@ -66,8 +68,12 @@ def _checked_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str
     if plan.symbols:
         return bind_plan(*(backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,))), False
     signature: Hashable = None
-    with contextlib.suppress(AttributeError):  # under `torch.jit.trace` there is none
-        signature = backend.signature(operands, indices)
+    with contextlib.suppress(
+        AttributeError, TypeError
+    ):  # under `torch.jit.trace` there is none, and symbols are no keys
+        found = backend.signature(operands, indices)
+        hash(found)
+        signature = found
     return _bound(_Same(plan), signature, strides), True
 
 

@@ -776,6 +776,15 @@ def test_a_mode_for_index_arrays_sees_warm_calls():
     assert Index.seen == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a card, its own rates are read")
+def test_tensors_without_values_may_be_on_a_card_that_is_not_there():
+    with FakeTensorMode():
+        a, c = torch.empty(300, 2, 64, device="cuda"), torch.empty(8, 64, 48, device="cuda")
+        result = planner.contract("nij, q[n]jk -> nik", a, c, q=torch.zeros(300, dtype=torch.long, device="cuda"))
+        assert (result.shape, result.device.type) == ((300, 2, 48), "cuda")
+        assert planner.einsum("nij->jin", a).stride() == torch.einsum("nij->jin", a).stride()
+
+
 def test_a_plan_is_called_under_jit_trace():
     a, c, q = torch.ones(3, 2), torch.ones(4, 2, 5), torch.tensor([0, 2, 1])
     plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q)

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 from conftest import examples, run_python
 from engines import Torch, saved_tensor_bytes
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from laws import OBJECTIVES
+from laws import OBJECTIVES, exact_problems
 from test_torch_contexts import (
     CALLS,
     TURNED,
@@ -91,6 +91,18 @@ def test_flops_are_those_of_the_plan(name):
         plan = planner.plan(*call.args, *xs, **changed.keywords)
         expected = product_flops(plan, plan.programs.forward), product_flops(plan, plan.programs.backward)
         assert cold == warm == expected
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_gradients_of_sums_count_on_fake_tensors_what_they_count_on_others(rows):
+    """The gradient of a sum repeats one number, and the backward pass sums before it multiplies."""
+
+    def count(change):
+        x, c = (change(torch.ones(*shape)).requires_grad_() for shape in ((300, 2, 64), (rows, 64, 48)))
+        q = change(torch.zeros(300, dtype=torch.long))
+        return counted(lambda: planner.contract("nij, q[n]jk -> nik", x, c, q=q).sum().backward())
+
+    assert count(lambda x: x) == count(FakeTensorMode().from_tensor)
 
 
 @settings(max_examples=examples(40, 2_000))
@@ -391,6 +403,36 @@ def test_checkpoints_of_both_kinds(name, around):
         for run in (call, call, planned(call, operands)):
             got = by_backward(around(amid(run)), operands)
             assert_same(got, by_backward(amid(call), operands), strides=name != TURNED)
+
+
+AROUND = {
+    "reentrant": reentrant,
+    "not reentrant": checkpointed,
+    "nested": lambda call: checkpointed(checkpointed(call)),
+    "nested, one reentrant": lambda call: checkpointed(reentrant(call)),
+    **{name: partial(selectively, policy) for name, policy in POLICIES.items()},
+    "none": lambda call: call,
+}
+
+
+@settings(max_examples=examples(60, 400))
+@given(exact_problems(gathers=True, slack=16), st.sampled_from(list(AROUND)), st.booleans())
+def test_random_specs_with_gathers_in_checkpoints_and_saved_elsewhere(problem, around, elsewhere):
+    """Values and gradients are those without a checkpoint; cold, and warm."""
+    assume(any(problem.requires_grad))
+    engine = Torch()
+    operands, options = engine.operands(problem), {**problem.arguments(), **engine.indices(problem)}
+    wanted = [x for x in operands if x.requires_grad]
+
+    def call(*xs):
+        given = iter(xs)
+        return planner.contract(problem.spec, *[next(given) if x.requires_grad else x for x in operands], **options)
+
+    expected = by_backward(amid(call), wanted)
+    planner.caches().clear()
+    with torch.autograd.graph.save_on_cpu() if elsewhere else contextlib.nullcontext():
+        for _ in "cold", "warm":
+            assert_same(by_backward(AROUND[around](amid(call)), wanted), expected, strides=False)
 
 
 PARALLEL = """

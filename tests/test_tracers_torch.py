@@ -519,11 +519,31 @@ def test_jit_trace_warns_where_it_fixes_a_size():
 
 
 def test_jit_script_says_what_to_do_instead():
-    def function(a: torch.Tensor, b: torch.Tensor):
+    def contracts(a: torch.Tensor, b: torch.Tensor):
         return planner.contract("ij, jk -> ik", a, b)
 
-    with pytest.raises(torch.jit.frontend.NotSupportedError, match=r"use torch\.jit\.trace or torch\.export"):
-        torch.jit.script(function)
+    def multiplies(a: torch.Tensor, b: torch.Tensor):
+        return planner.einsum("ij, jk -> ik", a, b)
+
+    for function in (contracts, multiplies):
+        with pytest.raises(torch.jit.frontend.NotSupportedError, match=r"use torch\.jit\.trace or torch\.export"):
+            torch.jit.script(function)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_plans_run_under_make_fx(mode):
+    a, c, q = torch.arange(6.0).reshape(3, 2), torch.arange(40.0).reshape(4, 2, 5), torch.tensor([0, 2, 1])
+    plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q)
+    recorded = make_fx(lambda a, c, q: plan(a, c, q=q), tracing_mode=mode)(a, c, q)
+    assert torch.equal(recorded(a + 1, c, 3 - q), plan(a + 1, c, q=3 - q))
+
+
+def test_an_expression_with_constants_is_compiled_whole():
+    a, b, c = (torch.arange(float(m * n)).reshape(m, n) for m, n in ((3, 4), (4, 5), (5, 6)))
+    expression = planner.contract_expression("ij,jk,kl->il", (3, 4), b, c, constants=[1, 2])
+    compiled = torch.compile(lambda a: expression(a), fullgraph=True, backend="aot_eager")
+    for _ in "cold", "warm":
+        assert torch.equal(compiled(a), a @ b @ c)
 
 
 @pytest.mark.parametrize("options", [{}, {"minimize": "peak"}])

@@ -156,7 +156,7 @@ class TorchBackend(Backend):
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
             return load_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
-        if first.type != "cuda":
+        if first.type != "cuda" or not torch.cuda.is_available():  # tensors without values may be on a card elsewhere
             return GPU
         return _card(first)
 

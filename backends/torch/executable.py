@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.torch.checks import poisoned, prepare_indices, raise_pending
-from planner.backends.torch.contexts.modes import compiles, hint, transformed
+from planner.backends.torch.contexts.modes import compiles, hint, records, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
-from planner.backends.torch.ops import conjugate, is_recorded, torch_dtype
+from planner.backends.torch.ops import conjugate, torch_dtype
 from planner.backends.torch.products.copied import gradient_copy
 from planner.backends.torch.products.transposed import calls_torch
 from planner.backends.torch.stock import run_stock
@@ -301,7 +302,8 @@ class Executable:
         strides, limit = gradient.stride(), self.plan.options.memory_limit
         if limit is None and 0 not in strides:  # as a rule
             return self, gradient
-        plain = type(gradient) is Tensor and not (gradient.requires_grad or is_recorded(gradient) or transformed())
+        plain = type(gradient) is Tensor or is_fake(gradient)
+        plain = plain and not (gradient.requires_grad or records() or transformed())
         if not plain or self.empty or compiles():
             return self, gradient
         if (suited := self.suited.get(strides)) is None:

@@ -18,7 +18,10 @@ from planner.program.frameworks import framework_of
 from planner.run import torch_compiles
 
 
-def einsum(*arguments: Any, **options: Any) -> Any:
+def einsum(
+    *arguments: Any,
+    **options: Any,  # torch.jit.script cannot compile this: use torch.jit.trace or torch.export
+) -> Any:
     """Contract arrays as the einsum of their framework does: a drop-in for `torch.einsum`, `np.einsum`, `jnp.einsum`.
 
     `contract` has its own rules, the same in every framework. This function follows the framework of the operands: what

@@ -297,6 +297,8 @@ def _passes(framework: str) -> bool:
         return False
     import torch
 
+    if torch.compiler.is_compiling():  # the compiler reads no further
+        return True
     return torch.is_inference_mode_enabled() or torch_traces() or bool(torch._C._len_torch_dispatch_stack())
 
 
