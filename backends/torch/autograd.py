@@ -20,6 +20,7 @@ from planner.backends.torch.contexts.modes import (
     autocasts,
     autograd_batches,
     bare_operators,
+    by_batches,
     carries_tangents,
     hint,
     in_functorch,
@@ -92,7 +93,8 @@ def _apply(
     takes longer than a small product.
     """
     if in_functorch():
-        return function.apply(executable, prepared, *tensors)
+        results = by_batches(function, (executable, prepared), tensors)
+        return function.apply(executable, prepared, *tensors) if results is None else results
     plain: Any = super(torch.autograd.Function, function)
     return plain.apply(executable, prepared, *unwrapped(*tensors))
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from planner.backends.common import stock
-from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.checks import can_wait
 from planner.backends.torch.contexts.modes import (
@@ -30,6 +29,7 @@ from planner.backends.torch.contexts.modes import (
     under_grads,
     usual,
     watched,
+    whole,
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, counted_from_start
@@ -73,7 +73,7 @@ class IndexedCalls(NamedTuple):
         spec, (term,) = self.spec, self.spec.inputs
         follows = len(term_gathers(term)) > 1 and op.layouts and op.layouts[0]  # `x[q, r]` follows the strides of `x`
         x, arrays = Strided.new(spec.shape(term)), {g: Strided.new(spec.shape(g.axes)) for g in spec.gathers}
-        return not follows and self.result(x).strides == evaluation(STRIDE_OPS, spec)([x], arrays, False).strides
+        return not follows and self.result(x).strides == stock.evaluation(STRIDE_OPS, spec)([x], arrays, False).strides
 
     def flat_if_many(self, checks: bool = False) -> Callable[[Tensor, Mapping[Any, Tensor]], Tensor]:
         """Return the function that computes the step, by one flat index if that is faster.
@@ -84,7 +84,7 @@ class IndexedCalls(NamedTuple):
         direct, spec = self.run, self.spec
         if all(len(indexed_dims(term)) < 2 for term in spec.terms):
             return direct
-        gathers, flat = spec.gathers, evaluation(OPS, spec)
+        gathers, flat = spec.gathers, stock.evaluation(OPS, spec)
 
         def run(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
             seen = x.is_cpu and not is_recorded(x)  # what a compiler records has index arrays in range
@@ -349,7 +349,7 @@ class IndexedRun:
                     return self.native([*executable.views(operands, member), index])
                 except (IndexError, RuntimeError):  # an index out of range, or a negative one
                     index = None
-        elif _as_usual(operands) and not any(map(unseen, operands)):
+        elif _as_usual(operands):
             index = _as_read(executable, member, operands, indices)
         elif compiles() and not (transformed() or bare_operators()):
             index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
@@ -401,7 +401,7 @@ def _as_read(
 ) -> _Index | None:
     """Return the index arrays for native calls on operands with values; None if these had to copy or mask something."""
     index = _as_they_are(executable, member, operands, indices, trusts)
-    if index is not None and executable.reads_unread and any(captured(x) or not is_finite(x) for x in operands):
+    if index is not None and executable.reads_unread and any(unseen(x) or not is_finite(x) for x in operands):
         return None
     return index
 
@@ -409,8 +409,7 @@ def _as_read(
 def _as_usual(operands: Sequence[Tensor]) -> bool:
     """Return whether native calls may run though something surrounds the call.
 
-    Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
-    in, and must save the same tensors.
+    Modes see them. A checkpoint may first run a call outside of a mode, and must save the same tensors within it.
     """
     return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
 
@@ -438,12 +437,13 @@ def _as_they_are(
             if may_drop:
                 return None
         else:
-            if type(raw) is not Tensor or raw.dtype is not torch.int64 or not (raw.is_contiguous() and raw.numel()):
-                return None
-            if unseen(raw) or can_wait(raw):  # a look at the values would wait for the device
+            inside = whole(raw)  # under `vmap` the arrays of all calls
+            odd = type(raw) is not Tensor or raw.dtype is not torch.int64 or not raw.is_contiguous()
+            if odd or not inside.numel() or captured(inside) or can_wait(raw):  # a look would wait for the device
                 return None
             if not (trusts and raw.is_cpu):
-                low, high = torch.aminmax(raw)
+                with below_transforms() if inside is not raw else _NOTHING:
+                    low, high = torch.aminmax(inside)
                 if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
                     return None
         index[gather] = raw if raw.shape == shape else raw.reshape(shape)
