@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
+from jax.sharding import NamedSharding
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.routing import Routing
 from planner.backends.jax.compiled.peak import compiled_peak
 from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
+from planner.backends.jax.explicit import Function, run_whole
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
-from planner.backends.jax.loop import as_one, compile_whole
+from planner.backends.jax.loop import Run, as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import FASTER
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
@@ -211,6 +213,12 @@ class JaxBackend(Backend):
         plain = cache(lambda: named(tree_run(plan, own=False)))
         compiled_plain = cache(lambda: compile_whole(plain()))
 
+        @lru_cache(maxsize=8)
+        def typed(whole: Run, mode: str, sharding: NamedSharding) -> Function:
+            # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
+            count = len(spec.inputs)
+            return jax.sharding.auto_axes(lambda *xs: (whole(xs[:count], xs[count:], mode),), out_sharding=sharding)
+
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             if wide and not wide_types():
                 with jax.enable_x64(True):
@@ -229,18 +237,17 @@ class JaxBackend(Backend):
             sharding = result_sharding(plan, operands, given)
             if sharding is None:
                 return like_einsum(whole(tuple(operands), given, mode), operands)
-            # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
-            typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=sharding)
             depth = max(map(_count_gradients, operands))
-            if depth > 1 and is_eager:
-                raise PlannerError(
-                    "gradients of gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))"
-                )
-            # Kept values would be on automatic axes, and the output's gradient is on explicit axes. JAX compiles no
-            # program of both for named devices. A gradient may be taken outside of a `jit` that holds the call, too.
-            if bool(depth) == is_eager:
-                typed = jax.jit(jax.checkpoint(typed, prevent_cse=is_eager))
-            return like_einsum(typed(tuple(operands), given), operands)
+            if depth and is_eager:
+                (result,) = run_whole(typed(whole, mode, sharding), (*operands, *given))
+                return like_einsum(result, operands)
+            function = typed(whole, mode, sharding)
+            # Kept values would be on automatic axes, see `explicit`. A gradient may be taken outside of a `jit` that
+            # holds the call.
+            if not (depth or is_eager):
+                function = jax.jit(jax.checkpoint(function, prevent_cse=False))
+            (result,) = function(*operands, *given)
+            return like_einsum(result, operands)
 
         return run
 
