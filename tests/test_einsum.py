@@ -507,8 +507,81 @@ def test_jax_products_that_no_plan_knows(jax):
                 expected = jnp.einsum(spec, *arrays, out_sharding=wanted)
             assert jax.typeof(got) == jax.typeof(expected)
             assert jnp.array_equal(got, expected)
-    with pytest.raises(planner.PlannerError, match="only jnp.einsum multiplies with _dot_general=, and it takes no q="):
-        planner.einsum("ij,q[j]k", x, y, q=jnp.arange(3), _dot_general=hook)
+    with pytest.raises(
+        planner.PlannerError, match="only jnp.einsum multiplies with _dot_general=, and it takes no dtype="
+    ):
+        planner.einsum("ij,jk", x, y, dtype="float32", _dot_general=hook)
+
+
+def test_jax_products_of_rows_that_no_plan_knows(jax):
+    """With index arrays the same options do what `jnp.einsum` does after `c[q]` and before `.at[t].add`."""
+    import jax.numpy as jnp
+
+    x, c = jnp.asarray(integers((8, 3), "f4")), jnp.asarray(integers((5, 3, 4), "f4"))
+    q, t = jnp.asarray([0, 4, -1, 2, 2, 3, 1, 0]), jnp.asarray([0, 1, 2, 0, 1, 2, 0, 5])
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    given = [
+        ({"precision": ("highest", "default")}, "float32", "float32"),
+        ({"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32}, "float32", "float32"),
+        ({"_dot_general": lambda *arrays, **options: -jax.lax.dot_general(*arrays, **options)}, "float32", "float32"),
+        ({"preferred_element_type": "float32"}, "float8_e4m3fn", "float8_e4m3fn"),
+        ({"preferred_element_type": "float32"}, "bfloat16", "float8_e5m2"),
+        ({}, "float8_e4m3fn", "float8_e4m3fn"),
+        ({}, "int4", "int4"),
+    ]
+    # The spec, its keywords, and the same by jnp.
+    forms = [
+        ("nj, q[n]jk -> nk", {"q": q}, lambda x, c, **o: jnp.einsum("nj, njk -> nk", x, c[q], **o)),
+        ("...j, q[...]jk -> ...jk", {"q": q}, lambda x, c, **o: jnp.einsum("nj, njk -> njk", x, c[q], **o)),
+        (
+            "nj, q[n]jk -> t[n]k",
+            {"q": q, "t": t, "sizes": (6, 4)},
+            lambda x, c, **o: (r := jnp.einsum("nj, njk -> nk", x, c[q], **o), jnp.zeros((6, 4), r.dtype).at[t].add(r))[
+                1
+            ],
+        ),
+    ]
+    for options, left, right in given:
+        for spec, indices, peer in forms:
+            arrays = x.astype(left), c.astype(right)
+            mine = functools.partial(planner.einsum, spec, **indices, **options)
+            expected = peer(*arrays, **options)
+            for got in (mine(*arrays), *([] if left == "int4" else [jax.jit(mine)(*arrays)])):
+                assert got.dtype == expected.dtype, (spec, options)
+                assert jnp.array_equal(got, expected), (spec, options)
+    arrays = x.astype("float8_e5m2"), c.astype("float8_e5m2")
+    spec, indices, peer = forms[0]
+    for got, wanted in zip(
+        jax.grad(lambda *xs: planner.einsum(spec, *xs, **indices).sum().astype("float32"), (0, 1))(*arrays),
+        jax.grad(lambda *xs: peer(*xs).sum().astype("float32"), (0, 1))(*arrays),
+        strict=True,
+    ):
+        assert got.dtype == wanted.dtype
+        assert jnp.array_equal(got, wanted)
+    # Where a call says how its result is split.
+    for spec, indices, peer in forms:
+        with jax.set_mesh(mesh):
+            got = planner.einsum(spec, x, c, out_sharding=jax.P("x"), **indices)
+        assert jax.typeof(got).sharding.spec[0] == "x"
+        assert jnp.array_equal(got, peer(x, c))
+
+
+def test_jax_products_of_rows_that_no_plan_knows_deal_with_bad_indices(jax):
+    import jax.numpy as jnp
+
+    x, c, q = jnp.ones((2, 3)), jnp.ones((5, 3, 4), "float8_e4m3fn"), jnp.asarray([1, 7])
+    mine = functools.partial(planner.einsum, "nj, q[n]jk -> nk", preferred_element_type="float32")
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 7"):
+        mine(x, c, q=q)
+    with pytest.raises(planner.PlannerError, match="has no NaN to mark"):
+        jax.jit(lambda q: mine(x.astype("int4"), c.astype("int4"), q=q))(q)
+    assert jnp.isnan(jax.jit(mine)(x, c, q=q)).tolist() == [[False] * 4, [True] * 4]
+    for mode, wanted in (("drop", 0), ("clip", 3)):
+        for call in (mine, jax.jit(functools.partial(mine, index_mode=mode), static_argnames="index_mode")):
+            assert call(x, c, q=q, index_mode=mode).tolist() == [[3] * 4, [wanted] * 4]
+    assert jnp.array_equal(mine(x, c, q=planner.group(q % 5, 5)), mine(x, c, q=q % 5))
+    with pytest.raises(planner.PlannerTypeError, match="did you mean 'index_mode'"):
+        mine(x, c, q=q, index_mod="drop")
 
 
 PREFERRED = [

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from opt_einsum import contract_path
 
-from planner.api import contract, plan
+from planner.api import check_names, contract, plan
 from planner.dropin.torch_rules import search_of
 from planner.language.dtypes import ITEMSIZES, is_inexact
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.options import PRECISIONS
 from planner.language.parse import parse
-from planner.language.spec import Operand, Spec, stand_in
+from planner.language.resolve import resolve_shapes, shape_of
+from planner.language.spec import Operand, Spec, Term, stand_in, term_axes, term_gathers
 
 # Below so many FLOPs, as opt_einsum counts them, no path can win more than a search costs.
 _SMALL = 100_000
+# The options of `contract`. Other keywords are index arrays.
+_OPTIONS = frozenset(
+    name for name in inspect.signature(contract).parameters if name not in ("spec", "operands", "indices")
+)
 
 
 def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -114,10 +121,13 @@ def _products(
         why: which of them, or which dtypes, no plan knows.
 
     Raises:
-        PlannerError: there are index arrays, or options that ask for more than a path.
+        PlannerError: options ask for more than a path.
     """
     import jax.numpy as jnp
 
+    text = str(parse(spec) if isinstance(spec, str) else spec).replace(" ", "")
+    if "[" in text:
+        return _products_of_rows(spec, arrays, options, theirs, why)
     search, precision = options.pop("optimize"), options.pop("precision", None)
     if more := [name for name, value in options.items() if value is not None]:
         raise PlannerError(
@@ -126,6 +136,64 @@ def _products(
         )
     path = search if len(arrays) > 2 else "auto"
     if isinstance(path, str) and len(arrays) > 2:
-        path = list(plan(spec, *(tuple(x.shape) for x in arrays), optimize=search, backend="jax").path)
-    text = str(parse(spec) if isinstance(spec, str) else spec).replace(" ", "")
+        path = list(plan(text, *(tuple(x.shape) for x in arrays), optimize=search, backend="jax").path)
     return jnp.einsum(text, *arrays, optimize=path, **{"precision": precision, **theirs})
+
+
+def _products_of_rows(
+    spec: str | Spec, arrays: Sequence[Any], options: dict[str, Any], theirs: dict[str, Any], why: str
+) -> Any:
+    """Contract with index arrays by the products of `jnp.einsum`: take the rows first, and add up the result's last.
+
+    The arguments are those of `_products`.
+    """
+    import jax
+
+    options = dict(options)
+    indices = {name: options.pop(name) for name in list(options) if name not in _OPTIONS}
+    check_names(contract, indices)
+    sizes, index_mode = options.pop("sizes", None), options.pop("index_mode", "raise")
+    shapes = [tuple(x.shape) for x in arrays], {name: shape_of(q) for name, q in indices.items()}
+    resolved = resolve_shapes(spec, *shapes, sizes)
+    whole, views = resolved.spec, dict(resolved.index_shapes)
+    indices = {name: q if shapes[1][name] == views[name] else q.reshape(views[name]) for name, q in indices.items()}
+
+    def step(term: Term, output: Term, x: Any) -> Any:
+        """Take rows of an array, or add it up in rows. Narrow dtypes go by a wider one, which has all their values."""
+        part = Spec((term,), output)
+        part = Spec((term,), output, tuple((axis, whole.size(axis)) for axis in sorted(part.axes)))
+        arrays = {name: indices[name] for name in part.arrays}
+        return contract(part, x.astype(_wide(x.dtype)), index_mode=index_mode, **arrays).astype(x.dtype)
+
+    taken = [x.reshape(shape) for x, shape in zip(arrays, resolved.shapes, strict=True)]
+    terms = [term_axes(term) for term in whole.inputs]
+    taken = [
+        step(term, axes, x) if term_gathers(term) else x
+        for x, term, axes in zip(taken, whole.inputs, terms, strict=True)
+    ]
+    # What no operand has is repeated at last.
+    output = tuple(axis for axis in term_axes(whole.output) if any(axis in axes for axes in terms))
+    is_last = output == whole.output
+    sharding = None if is_last else theirs.pop("out_sharding", None)
+    inner = [axes if term_gathers(term) else term for term, axes in zip(whole.inputs, terms, strict=True)]
+    text = str(Spec(tuple(inner), output)).replace(" ", "")
+    result = _products(text, taken, options, theirs, why)
+    if is_last:
+        return result
+    result = step(output, whole.output, result)
+    if sharding is not None:
+        result = jax.sharding.reshard(result, sharding)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _wide(dtype: Any) -> Any:
+    """Return a dtype of planner's that has all values of a dtype."""
+    import jax.numpy as jnp
+
+    if dtype.name in ITEMSIZES:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype("int8" if jnp.issubdtype(dtype, jnp.signedinteger) else "uint8")
+    if not np.isnan(np.asarray(np.nan, dtype).astype("float32")):
+        raise PlannerTypeError(f"{dtype.name} has no NaN to mark a bad index with: convert the operand")
+    return jnp.dtype("bfloat16")
