@@ -413,3 +413,20 @@ def test_a_random_spec_exported_with_a_symbolic_axis(problem, data):
         gradients = planner.testing.reference_gradients(own.spec, cotangent(expected), *own.operands(), **arguments)
         for x, y in zip(found, [expected, *gradients], strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def test_the_search_for_bad_indices_is_traced_once_for_all_sizes(monkeypatch):
+    from planner.backends.jax import index
+
+    traced, bounds = [], index._wider_bounds
+
+    def counted(x, y):
+        traced.append(x)
+        return bounds(x, y)
+
+    monkeypatch.setattr(index, "_wider_bounds", counted)
+    sums = jax.jit(lambda x, q: planner.contract("nj -> q[n]j", x, q=q, sizes=(3, 2)))
+    for rows in (5, 6, 7):
+        assert not jnp.isnan(sums(jnp.ones((rows, 2)), jnp.arange(rows) % 3)).any()
+        assert jnp.isnan(sums(jnp.ones((rows, 2)), jnp.arange(rows))).all()
+    assert len(traced) == 1

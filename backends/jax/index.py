@@ -41,11 +41,16 @@ def _is_narrow(size: Any) -> bool:
     return most < 2**31 - 1
 
 
+def repeat_like(x: Any, number: float) -> Any:
+    """Return an array like another one with one number everywhere. `lax.full_like` is traced as more operations."""
+    return lax.broadcast(np.asarray(number, x.dtype), x.shape)
+
+
 def _wrap(values: Any, size: Any) -> Any:
     if is_symbol(size):
         return lax.select(values < 0, values + size, values)
     # The operators of `jnp` are compiled functions, which are traced anew for each size.
-    return lax.select(lax.lt(values, lax.full_like(values, 0)), lax.add(values, lax.full_like(values, size)), values)
+    return lax.select(lax.lt(values, repeat_like(values, 0)), lax.add(values, repeat_like(values, size)), values)
 
 
 _JAX = IndexOps(
@@ -91,13 +96,16 @@ def is_outside(values: Any, low: int, high: int) -> Any:
     XLA compiles the bounds of an array as one loop, and sums of masks as three. The one is slower where there are many.
     """
     count = largest(math.prod(values.shape))
-    if count is None or count > _FEW_BOUNDS:
+    if count is None or count > _FEW_BOUNDS or is_symbol(high):
         return ((values < low) | (values >= high)).any()
-    inside = (values.dtype.type(0), values.dtype.type(-1))
-    least, most = lax.reduce(
-        (values, values), inside, lambda x, y: (lax.min(x[0], y[0]), lax.max(x[1], y[1])), range(values.ndim)
-    )
-    return (least < low) | (most >= high)
+    number = values.dtype.type
+    least, most = lax.reduce((values, values), (number(0), number(-1)), _wider_bounds, range(values.ndim))
+    return lax.bitwise_or(lax.lt(least, number(low)), lax.ge(most, number(high)))
+
+
+def _wider_bounds(x: Any, y: Any) -> Any:
+    """Return the bounds of two pairs of bounds. JAX traces the function once, because it is always the same one."""
+    return lax.min(x[0], y[0]), lax.max(x[1], y[1])
 
 
 def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from planner.backends.common.stock import Product
-from planner.backends.jax.index import is_outside
+from planner.backends.jax.index import is_outside, repeat_like
 from planner.backends.jax.products import as_dot
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.spec import Spec, is_symbol
@@ -92,9 +93,9 @@ class _TakingOps(JaxOps):
         # As an unsigned number a negative one is out of range too.
         (rows,), taken = index, super().take(x, index)
         numbers = lax.bitcast_convert_type(rows, jnp.dtype(f"u{rows.dtype.name}"))
-        inside = lax.lt(numbers, lax.full_like(numbers, x.shape[0]))
+        inside = lax.lt(numbers, repeat_like(numbers, x.shape[0]))
         inside = lax.broadcast_in_dim(inside, taken.shape, tuple(range(rows.ndim)))
-        return lax.select(inside, taken, lax.full_like(taken, math.nan))
+        return lax.select(inside, taken, repeat_like(taken, math.nan))
 
 
 class _AddingOps(_TakingOps):
@@ -102,7 +103,7 @@ class _AddingOps(_TakingOps):
 
     def start(self, shape: tuple[int, ...], index: Sequence[Any], dtype: Any) -> Any:
         bad = [is_outside(values, 0, size) for values, size in zip(index, shape, strict=False)]
-        nan, zero = (jnp.asarray(number, dtype) for number in (math.nan, 0))
+        nan, zero = (np.asarray(number, dtype) for number in (math.nan, 0))
         return lax.broadcast(lax.select(functools.reduce(operator.or_, bad), nan, zero), shape)
 
 
