@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from planner.inspect.verdicts import ImplementationVerdict, verdicts
 from planner.language.resolve import shorten
 from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.serial import plan_from_json, plan_to_json
-from planner.run import run_plan
+from planner.run import for_dynamo, run_plan
 from planner.search.alternatives import Alternative, alternatives
 from planner.search.collectives import Collective, collectives
 from planner.slices import Slices
@@ -69,9 +70,8 @@ class Plan(PlanRecord):
             ShapeError: an operand or index array does not fit the plan.
             IndexRangeError: an index is out of range.
         """
-        from planner.run import for_dynamo, torch_compiles
-
-        if torch_compiles():
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_dynamo_compiling():  # `torch_compiles`, without its call
             return for_dynamo().run_plan(self, operands, indices)
         return run_plan(self, operands, indices)
 

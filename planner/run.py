@@ -26,30 +26,36 @@ from planner.search.collectives import whole_plan
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that the plan was made for such arrays."""
+    key = entry = None
+    if plan.backend != "numpy":
+        try:
+            signature = load_backend(plan.backend).signature(operands, indices)
+            key = None if signature is None else (id(plan), *map(type, operands), signature)
+            entry = _CHECKED.get(key)
+        except (AttributeError, IndexError, TypeError):  # something is no array, or its sizes are symbols
+            key = None
+    if entry is None:
+        return _check_and_run(plan, operands, indices, key)
+    return entry[1](operands, indices)
+
+
+def _check_and_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], key: Any) -> Any:
+    """Run a plan on arrays after checking them, and remember under the key, if there is one, that they were checked."""
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
-    if plan.backend == "numpy":
-        return _checked_run(plan, operands, indices)[0](operands, indices)
-    # Arrays of equal classes and signatures were checked before: those of JAX and torch hold all that is checked.
-    key, run = None, None
-    with contextlib.suppress(AttributeError, IndexError, TypeError):  # something is no array, or its sizes are symbols
-        signature = load_backend(plan.backend).signature(operands, indices)
-        if signature is not None:
-            asked = (_Same(plan), tuple(map(type, operands)), signature)
-            run = _CHECKED.get(asked)
-            key = asked
-    if run is None:
-        if plan.backend == "jax":
-            operands, indices = beside_jax(operands, indices)
-        run, serves_others = _checked_run(plan, operands, indices)
-        if key is not None and serves_others:
-            enter(_CHECKED, key, run, _MOST_CHECKED)
+    if plan.backend == "jax":
+        operands, indices = beside_jax(operands, indices)
+    run, serves_others = _checked_run(plan, operands, indices)
+    if key is not None and serves_others:
+        enter(_CHECKED, key, (plan, run), _MOST_CHECKED)
     return run(operands, indices)
 
 
-# The functions that run plans on arrays that were checked, by plan and signature.
-_CHECKED: dict[Any, RunPlan] = {}
+# The functions that run plans on arrays that were checked. Arrays of equal classes and signatures are alike: those of
+# JAX and torch hold all that is checked. A plan is known by its id, because comparing two can take longer than running
+# one. An entry holds its plan, so that no other gets the id meanwhile.
+_CHECKED: dict[Any, tuple[PlanRecord, RunPlan]] = {}
 _MOST_CHECKED = 256
 BACKEND_CACHES.append(_CHECKED)
 
@@ -68,9 +74,8 @@ def _checked_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str
     if plan.symbols:
         return bind_plan(*(backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,))), False
     signature: Hashable = None
-    with contextlib.suppress(
-        AttributeError, TypeError
-    ):  # under `torch.jit.trace` there is none, and symbols are no keys
+    # Under `torch.jit.trace` there is none, and those with symbols are no keys.
+    with contextlib.suppress(AttributeError, TypeError):
         found = backend.signature(operands, indices)
         hash(found)
         signature = found

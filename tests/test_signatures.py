@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -90,3 +91,34 @@ def test_calls_that_differ_have_signatures_that_differ(engine, sample):
     for one, other in itertools.combinations(found, 2):
         assert found[one] != found[other], f"{one} and {other} would share a plan"
         assert hash(found[one]) is not None
+
+
+def entered(call):
+    """How many functions of Python a warm call enters."""
+    entries = []
+    call(), call()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: entries.append(frame) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return len(entries)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("index_mode", [None, "raise", "drop", "nan"])
+def test_a_warm_call_of_a_plan_does_no_more_than_contract(framework, index_mode):
+    """It enters one function more, `Plan.__call__`."""
+    module = pytest.importorskip(framework)
+    array = module.as_tensor if framework == "torch" else module.numpy.asarray
+    x, c, q = array(np.ones((4, 3), "f4")), array(np.ones((2, 3, 5), "f4")), array(np.ones(4, "i4"))
+    if index_mode is None:
+        call = ("nj, jk -> nk", x, c[0]), {}, {}
+    else:
+        call = ("nj, q[n]jk -> nk", x, c), {"index_mode": index_mode}, {"q": q}
+    (spec, *operands), options, arrays = call
+    plan = planner.plan(spec, *operands, **options, **arrays)
+    assert entered(lambda: plan(*operands, **arrays)) <= 1 + entered(
+        lambda: planner.contract(spec, *operands, **options, **arrays)
+    )
