@@ -141,37 +141,51 @@ def bind_plan(plan: PlanRecord, run: RunPlan | None = None, sizes: Mapping[str |
     run = load_backend(plan.backend).bind(plan) if run is None else run
     if not (MODES[plan.index_mode].unmarked and is_marked(spec)):
         return run
-    return partial(_run_and_mark, run, plan, spec.by_entry if sizes is None else sizes)
+    sizes = spec.by_entry if sizes is None else sizes
+    read = dict.fromkeys(gather for term in spec.inputs for gather in term_gathers(term))
+    return partial(_run_and_mark, run, plan, sizes, [dataclasses.replace(g, size=sizes[g]) for g in read])
 
 
 def _run_and_mark(
     run: RunPlan,
     plan: PlanRecord,
     sizes: Mapping[str | Gather, Any],
+    read: Sequence[Gather],
     operands: Sequence[Any],
     indices: Mapping[str, Any],
 ) -> Any:
     """Run a plan. Then write NaN into each result that reads an operand at an index out of range.
 
     Zero or NaN is added to the result, so that gradients are those of the plan.
+
+    Args:
+        run: runs the plan.
+        plan: the plan.
+        sizes: the size of each axis and gather of its spec.
+        read: the gathers of the operands, with these sizes.
+        operands: the operands.
+        indices: the index arrays.
     """
     backend, spec, mode = load_backend(plan.backend), plan.resolved.spec, plan.index_mode
-    result, ops = run(operands, indices), backend.ops
+    result = run(operands, indices)
+    unsure = [gather for gather in read if not backend.is_in_range(indices[gather.array], gather, mode)]
+    if not unsure:
+        return result
+    ops = backend.ops
 
     def shape_of(term: Term) -> tuple[int, ...]:
         return tuple([sizes[entry] for entry in term])
 
     shapes = {gather.array: shape_of(gather.axes) for gather in spec.gathers}
-    for gather in dict.fromkeys(gather for term in spec.inputs for gather in term_gathers(term)):
-        own = dataclasses.replace(gather, size=sizes[gather])
-        values, may_miss = backend.in_range(indices[gather.array], own, mode)
+    for gather in unsure:
+        values, may_miss = backend.in_range(indices[gather.array], gather, mode)
         if not may_miss:
             continue
         # How many bad entries add to each entry of the result, along the dimensions in which that can differ.
         along = {*gather.axes, *row_axes(spec.output)}
         dims = [d for d, e in enumerate(spec.output) if e in along or e in term_gathers(spec.output)]
         count = Spec((gather.axes,), tuple(spec.output[d] for d in dims), spec.sizes)
-        bad = values.reshape(shapes[gather.array]) == own.size
+        bad = values.reshape(shapes[gather.array]) == gather.size
         ones = ops.select(bad, ops.zeros(bad.shape, result) + 1, 0)
         written = {name: indices[name] for name in count.arrays}
         written = {name: q.values if hasattr(q, "prepared_framework") else q for name, q in written.items()}

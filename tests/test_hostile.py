@@ -345,6 +345,7 @@ def test_backends_are_held_to_the_protocol(name):
         "call_seconds",
         "einsum_copies",
         "einsum_cost",
+        "is_in_range",
     } | (set() if backend.compiles else {"compiled_bytes", "compiled_peak"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 

@@ -122,3 +122,14 @@ def test_a_warm_call_of_a_plan_does_no_more_than_contract(framework, index_mode)
     assert entered(lambda: plan(*operands, **arrays)) <= 1 + entered(
         lambda: planner.contract(spec, *operands, **options, **arrays)
     )
+
+
+def test_a_warm_call_under_nan_does_little_more_than_one_under_raise():
+    """Under "nan" the values are looked at where they lie: that takes no more than "raise" takes to check them."""
+    jnp = pytest.importorskip("jax").numpy
+    x, c, q = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones(4, "int32")
+    counts = {
+        mode: entered(lambda mode=mode: planner.contract("nj, q[n]jk -> nk", x, c, q=q, index_mode=mode))
+        for mode in ("raise", "nan")
+    }
+    assert counts["nan"] <= counts["raise"] + 5

@@ -22,7 +22,7 @@ from planner.backends.jax.compiled.peak import compiled_peak
 from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
 from planner.backends.jax.explicit import Function, run_whole
 from planner.backends.jax.guards import Guards
-from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
+from planner.backends.jax.index import IndexReader, JaxIndex, is_in_range, jax_in_range
 from planner.backends.jax.loop import Run, as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import FASTER
@@ -85,7 +85,7 @@ class JaxBackend(Backend):
 
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
         """Return all that a plan depends on; here also weak types, and the settings that promotion depends on."""
-        weak, config = tuple(x.weak_type for x in operands), jax.config
+        weak, config = tuple([x.weak_type for x in operands]), jax.config
         return (super().signature(operands, indices), weak, wide_types(), config.jax_numpy_dtype_promotion)  # type: ignore[attr-defined]
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
@@ -131,6 +131,10 @@ class JaxBackend(Backend):
     def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
         """Bring an index array into range."""
         return jax_in_range(q, gather, index_mode)
+
+    def is_in_range(self, q: Any, gather: Gather, index_mode: str) -> bool:
+        """Look at the values, if they can be seen. Nothing is copied to JAX's device, as `in_range` does."""
+        return is_in_range(q, gather, index_mode)
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan, compiled, with its gradients, and waits for them.
@@ -202,7 +206,7 @@ class JaxBackend(Backend):
                     raise clip_error(gather)
 
         # Programs name what they compute by the spec, as those of `jnp.einsum` do.
-        named, config = jax.named_scope(plan.text), jax.config
+        named, config, reader = jax.named_scope(plan.text), jax.config, IndexReader(plan)
         steps = named(tree_run(plan))
         alone = cache(lambda: as_one(named(tree_run(plan, inside=True))))
         compiled = compile_whole(steps)
@@ -223,14 +227,17 @@ class JaxBackend(Backend):
             if wide and not wide_types():
                 with jax.enable_x64(True):
                     return run(operands, indices)
-            values, mode = checked_arrays(plan, indices)
+            values, mode = reader.read(indices)
             given = tuple(values[name] for name in arrays)
             # When it debugs NaN, JAX looks at every value that is computed by itself or kept for gradients. Such a
             # value may have unread rows that hold NaN. As one function that keeps nothing, the plan shows JAX its
             # result and its gradients only.
             debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
             # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
-            is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
+            is_eager = True
+            for x in (*operands, *given):
+                if isinstance(x, jax.core.Tracer) and isinstance(_primal(x), jax.core.Tracer):
+                    is_eager = False
             whole = alone() if debugging else compiled if is_eager else steps
             if has_own and not debugging and asks_for_plain(operands):
                 whole = compiled_plain() if is_eager else plain()
@@ -318,7 +325,7 @@ class JaxBackend(Backend):
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
         """Return the forward program with its inputs, or the backward program. Each step is jitted by itself."""
-        arrays, mode = checked_arrays(plan, indices)
+        arrays, mode = IndexReader(plan).read(indices)
         precision = plan.options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         values = {**dict(enumerate(operands)), **(kept or {})}
         if gradient is not None:

@@ -16,7 +16,7 @@ from jax import export, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from planner.backends.common.indices import IndexOps, PreparedIndex, in_range, numpy_in_range
+from planner.backends.common.indices import IndexOps, PreparedIndex, in_range, lies_within, numpy_in_range
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
 from planner.language.options import MODES, IndexMode
@@ -157,6 +157,20 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     return in_range(_JAX, raw, gather, MODES[mode])
 
 
+def is_in_range(raw: Any, gather: Gather, mode: str) -> bool:
+    """Return whether all entries of an index array are known to be in range, negative ones too if the mode wraps them.
+
+    Raises:
+        PlannerError: the array was prepared for another size or mode.
+    """
+    if isinstance(raw, JaxIndex):
+        return not raw.read(gather, mode)[1]
+    if _is_hidden(raw) or is_symbol(gather.size):
+        return False
+    size = gather.size or 0
+    return lies_within(np.asarray(raw), -size if MODES[mode].wraps else 0, size)
+
+
 def _as_jax(values: Any) -> Any:
     """Return a prepared index array's values as an array of JAX: `jax.device_get` makes NumPy arrays of a pytree's."""
     if not isinstance(values, np.ndarray):
@@ -246,7 +260,9 @@ def check_values(raw: Any, gather: Gather) -> list[Any]:
     Raises:
         IndexRangeError: one of them is out of range.
     """
-    numpy_in_range(np.asarray(raw), gather, MODES["raise"])
+    values, size = np.asarray(raw), gather.size or 0
+    if not lies_within(values, -size, size):
+        numpy_in_range(values, gather, MODES["raise"])
     return []
 
 
@@ -264,46 +280,55 @@ def _check_batched(args: Any, dims: Any, **parameters: Any) -> tuple[list[Any], 
 batching.primitive_batchers[check_p] = _check_batched
 
 
-def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the index arrays by letter, checked where values can be seen, and the mode in which steps read them.
+class IndexReader:
+    """Reads the index arrays of calls of a plan.
 
-    Raises:
-        IndexRangeError: an index is out of range.
-        PlannerError: an index array is traced under "raise" and the result is of integers, which have no NaN; or it was
-            prepared for another call.
+    Args:
+        plan: the plan.
     """
-    spec, mode = plan.resolved.spec, plan.index_mode
-    refuses = MODES[mode].bad == "refuse"
-    inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
 
-    def refuse_integers(name: str, why: str) -> None:
-        if not inexact:
-            raise PlannerError(
-                f"index array {name!r} {why} and the result is {plan.dtype}, which has no NaN to mark a bad "
-                "index with: pass index_mode='drop' or 'clip'"
-            )
+    def __init__(self, plan: PlanRecord) -> None:
+        spec, self.mode, self.dtype = plan.resolved.spec, plan.index_mode, plan.dtype
+        self.refuses = MODES[self.mode].bad == "refuse"
+        self.inexact = bool(jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact))
+        # The letters of the index arrays, what they index, and whether a size of that is a symbol: then nothing is
+        # known to be out of range.
+        self.arrays: list[tuple[str, list[Gather], bool]] = []
+        for name in spec.arrays:
+            gathers = [gather for gather in spec.gathers if gather.array == name]
+            self.arrays.append((name, gathers, any(is_symbol(gather.size) for gather in gathers)))
 
-    values = {}
-    concrete = True
-    for name in spec.arrays:
-        raw = indices[name]
-        gathers = [g for g in spec.gathers if g.array == name]
-        if isinstance(raw, JaxIndex):
-            for gather in gathers:
-                raw.read(gather, mode)
-            checked, raw = not raw.may_drop, _as_jax(raw.values)
+    def read(self, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return the index arrays by letter, checked where values can be seen, and the mode in which steps read them.
+
+        Raises:
+            IndexRangeError: an index is out of range.
+            PlannerError: an index array is traced under "raise" and the result is of integers, which have no NaN; or it
+                was prepared for another call.
+        """
+        values, concrete = {}, True
+        for name, gathers, symbolic in self.arrays:
+            raw = indices[name]
+            if isinstance(raw, JaxIndex):
+                for gather in gathers:
+                    raw.read(gather, self.mode)
+                checked, raw = not raw.may_drop, _as_jax(raw.values)
+                values[name] = raw
+                if checked:
+                    continue
             values[name] = raw
-            if checked:
+            if not self.refuses:
                 continue
-        symbolic = any(is_symbol(gather.size) for gather in gathers)  # so nothing is known to be out of range
-        traced, hidden = isinstance(raw, jax.core.Tracer), symbolic or _is_hidden(raw)
-        concrete = concrete and not hidden
-        if refuses:
-            if hidden:
-                refuse_integers(name, "is traced" if traced or symbolic else "lies in several processes")
+            traced, hidden = isinstance(raw, jax.core.Tracer), symbolic or _is_hidden(raw)
+            concrete = concrete and not hidden
+            if hidden and not self.inexact:
+                why = "is traced" if traced or symbolic else "lies in several processes"
+                raise PlannerError(
+                    f"index array {name!r} {why} and the result is {self.dtype}, which has no NaN to mark a bad "
+                    "index with: pass index_mode='drop' or 'clip'"
+                )
             for gather in gathers if not symbolic and (traced or not hidden) else ():
                 # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
                 check(raw, gather=gather)
-        values[name] = raw
-    return values, "checked" if refuses and concrete else mode
+        return values, "checked" if self.refuses and concrete else self.mode

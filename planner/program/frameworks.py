@@ -136,6 +136,14 @@ class Backend(Protocol):
         """
         ...
 
+    def is_in_range(self, q: Any, gather: Gather, index_mode: str) -> bool:
+        """Return whether all entries are known to be in range; False if `in_range` finds that in the same time.
+
+        Raises:
+            PlannerError: `q` was prepared for another size or mode.
+        """
+        return False
+
     def bind(self, plan: PlanRecord) -> RunPlan:
         """Return the function that runs a plan on operands and index arrays."""
         ...
