@@ -124,6 +124,22 @@ def test_a_warm_call_of_a_plan_does_no_more_than_contract(framework, index_mode)
     )
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "letters"),
+    [
+        ("nj, jk -> nk", [(4, 3), (3, 5)], ""),
+        ("nj, q[n]jk -> nk", [(4, 3), (2, 3, 5)], "q"),
+        ("ab, bc, cd -> ad", [(2, 3), (3, 4), (4, 5)], ""),
+    ],
+)
+def test_a_warm_call_of_einsum_does_little_more_than_contract(spec, shapes, letters):
+    jnp = pytest.importorskip("jax").numpy
+    operands, arrays = [jnp.ones(shape) for shape in shapes], {letter: jnp.ones(4, "int32") for letter in letters}
+    assert entered(lambda: planner.einsum(spec, *operands, **arrays)) <= 6 + entered(
+        lambda: planner.contract(spec, *operands, **arrays)
+    )
+
+
 def test_a_warm_call_under_nan_does_little_more_than_one_under_raise():
     """Under "nan" the values are looked at where they lie: that takes no more than "raise" takes to check them."""
     jnp = pytest.importorskip("jax").numpy

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from planner.api import contract
+from planner.api import contract, run_met
 from planner.dropin.torch_rules import dims_of, has_private_sum, search_of, torch_einsum
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.parse import parse_sublists
 from planner.language.resolve import replace_labels
 from planner.language.spec import Spec
-from planner.program.frameworks import framework_of
+from planner.program.calls import RunPlan
+from planner.program.frameworks import framework_of, load_backend
 from planner.run import torch_compiles
 
 
@@ -57,10 +59,29 @@ def einsum(
         if "sizes" in options:
             return contract(*arguments, **options)
         arguments = _written_as_text(arguments)
-    if len(arguments) > 1 and isinstance(arguments[0], str) and framework_of(arguments[1]) == "torch":
-        return torch_einsum(arguments[0], arguments[1:], options)  # as below, in less time
+    if len(arguments) > 1 and isinstance(arguments[0], str):  # as below, in less time
+        framework = framework_of(arguments[1])
+        if framework == "torch":
+            return torch_einsum(arguments[0], arguments[1:], options)
+        run = _met_in_jax(arguments[0], arguments[1:], options) if framework == "jax" else None
+        if run is not None:
+            return run(arguments[1:], options)
     spec, operands, options = read_arguments(arguments, options)
     return einsum_in(_framework_of(operands), spec, operands, options)
+
+
+def _met_in_jax(spec: str, operands: Sequence[Any], indices: dict[str, Any]) -> RunPlan | None:
+    """Return the function that runs a call which `contract` has met, if all operands are arrays of JAX; else None.
+
+    In such calls `contract` does what `jnp.einsum` does. In traced programs a call may go along another path.
+    """
+    tracer = sys.modules["jax"].core.Tracer
+    if any([isinstance(x, tracer) for x in operands]):
+        return None
+    try:
+        return run_met(spec, load_backend("jax").signature(operands, indices))
+    except (AttributeError, TypeError):  # something is no array, or there are options
+        return None
 
 
 def einsum_in(framework: str, spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
