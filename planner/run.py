@@ -45,7 +45,10 @@ def _check_and_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[s
     if override is not None:
         return override(run_plan, plan, operands, indices)
     if plan.backend == "jax":
-        operands, indices = beside_jax(operands, indices)
+        arrays, named = beside_jax(operands, indices)
+        given = zip((*arrays, *named.values()), (*operands, *indices.values()), strict=True)
+        if any([x is not before for x, before in given]):
+            return run_plan(plan, arrays, named)
     run, serves_others = _checked_run(plan, operands, indices)
     if key is not None and serves_others:
         enter(_CHECKED, key, (plan, run), _MOST_CHECKED)

@@ -439,6 +439,14 @@ class Variable:
         return self.value
 
 
+def test_a_plan_takes_index_arrays_of_numpy_again(jax):
+    """They became arrays of JAX in the first call only."""
+    x, c, q = jax.numpy.ones((3, 2)), jax.numpy.arange(8.0).reshape(4, 2), np.array([0, 2**32 + 1, 1])
+    plan = planner.plan("nj, q[n]j -> n", x, c, q=q % 4, index_mode="drop")
+    for _ in range(3):
+        assert plan(x, c, q=q).tolist() == [1, 0, 5]
+
+
 def test_jax_call_forms(jax):
     import jax.numpy as jnp
 
