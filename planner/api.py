@@ -30,6 +30,7 @@ from planner.program.frameworks import (
     beside_jax,
     framework_of,
     is_stand_in,
+    jax_array_of,
     load_backend,
     operands_framework,
 )
@@ -73,7 +74,8 @@ def contract(
     Args:
         spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
         *operands: torch tensors, jax arrays or numpy arrays, never mixed; one by one, or all in one list or tuple.
-            Beside a jax array numpy arrays, index arrays too, become jax arrays, as in `jax.numpy`.
+            Beside a jax array numpy arrays, index arrays too, become jax arrays, as in `jax.numpy`. An object with a
+            `__jax_array__` is that array.
         sizes: sizes of output axes that no input has, and of scattered dimensions by the letter of their index array;
             or the whole output shape. In the sublist form sizes go by label.
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
@@ -140,7 +142,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     spec, operands = request.spec, unpack_operands(request.spec, operands)
     check_names(contract, indices)
     if not (is_name(spec) or isinstance(spec, Spec)):
-        if framework_of(spec) is None or not operands:
+        if framework_of(jax_array_of(spec)) is None or not operands:
             raise PlannerTypeError(
                 f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'"
             )

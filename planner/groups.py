@@ -9,7 +9,7 @@ from typing import Any
 from planner.language.errors import PlannerError
 from planner.language.options import check_index_mode
 from planner.language.spec import is_symbol
-from planner.program.frameworks import framework_of, load_backend
+from planner.program.frameworks import framework_of, jax_array_of, load_backend
 from planner.run import for_dynamo, torch_compiles
 
 
@@ -38,6 +38,7 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
     """
     if torch_compiles():
         return for_dynamo().group(q, size, index_mode)
+    q = jax_array_of(q)
     framework, asked = framework_of(q), size
     if is_symbol(size):
         raise PlannerError(

@@ -439,6 +439,55 @@ class Variable:
         return self.value
 
 
+class Parameter(Variable):
+    """One that has all attributes of its array, as that of flax."""
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["value"], name)
+
+
+@pytest.mark.parametrize("kind", [Variable, Parameter])
+@pytest.mark.parametrize("wrapped", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("host", [False, True], ids=["jax", "numpy"])
+def test_objects_with_an_array_are_that_array(jax, kind, wrapped, host):
+    """By every call, the first and later ones; what they have may be an array of NumPy."""
+    jnp, spec = jax.numpy, "nj, q[n]jk -> nk"
+    arrays = [jnp.array(x) for x in (np.arange(6.0).reshape(3, 2), np.arange(24.0).reshape(3, 2, 4), [2, 0, 2])]
+    expected = planner.contract(spec, *arrays[:2], q=arrays[2])
+    x, c, q = (kind(np.asarray(x) if host else x) if i in wrapped else x for i, x in enumerate(arrays))
+    plan = planner.plan(spec, x, c, q=q)
+    calls = [
+        lambda: planner.contract(spec, x, c, q=q),
+        lambda: planner.contract(spec, [x, c], q=q),
+        lambda: planner.einsum(spec, x, c, q=q),
+        lambda: plan(x, c, q=q),
+        lambda: planner.contract(spec, x, c, q=planner.group(q, 3)),
+        jax.jit(lambda: planner.contract(spec, x, c, q=q)),
+    ]
+    for call in calls * 2:
+        assert jnp.array_equal(call(), expected)
+    product = planner.contract(x, [0, 1], arrays[1][0], [1, 2], [0, 2])
+    assert jnp.array_equal(product, arrays[0] @ arrays[1][0])
+    gradient = jax.grad(lambda x: planner.contract(spec, kind(x), c, q=q).sum())(arrays[0])
+    assert jnp.array_equal(gradient, arrays[1].sum(2)[arrays[2]])
+
+
+def test_objects_without_an_array_are_refused(jax):
+    x, c, q = jax.numpy.ones((3, 2)), jax.numpy.ones((3, 2, 4)), jax.numpy.array([2, 0, 2])
+    spec, bad = "nj, q[n]jk -> nk", Variable("text")
+    plan = planner.plan(spec, x, c, q=q)
+    for call, message in (
+        (lambda: planner.contract(spec, x, bad, q=q), "operand 1 is a Variable, not an array"),
+        (lambda: planner.contract(spec, x, c, q=bad), "index array 'q' is a Variable, not an array"),
+        (lambda: planner.contract(spec, x, c, q=Variable(x)), "index array 'q' has dtype float32"),
+        (lambda: plan(bad, c, q=q), "operand 0 is a Variable, not an array"),
+        (lambda: planner.plan(spec, x, bad, q=q), "operand 1 is a Variable"),
+        (lambda: planner.group(bad, 3), "not a Variable"),
+    ):
+        with pytest.raises(planner.PlannerError, match=message):
+            call()
+
+
 def test_a_plan_takes_index_arrays_of_numpy_again(jax):
     """They became arrays of JAX in the first call only."""
     x, c, q = jax.numpy.ones((3, 2)), jax.numpy.arange(8.0).reshape(4, 2), np.array([0, 2**32 + 1, 1])

@@ -291,11 +291,27 @@ def is_stand_in(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.ShapeDtypeStruct)
 
 
+def jax_array_of(x: Any) -> Any:
+    """Return the array of an object with a `__jax_array__`, such as a parameter of a module; all else as it is."""
+    jax = sys.modules.get("jax")
+    if jax is None or not hasattr(type(x), "__jax_array__") or framework_of(x) is not None:
+        return x
+    array, numpy = x.__jax_array__(), sys.modules["numpy"]
+    if isinstance(array, (numpy.ndarray, numpy.generic)):
+        return jax.numpy.asarray(array)
+    return array if framework_of(array) == "jax" else x
+
+
 def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arrays of a call. NumPy arrays beside an array of JAX become JAX arrays, as in `jax.numpy`."""
+    """Return the arrays of a call.
+
+    Those that objects have as their `__jax_array__` take their place. NumPy arrays beside an array of JAX become JAX
+    arrays, as in `jax.numpy`.
+    """
+    operands, indices = tuple(map(jax_array_of, operands)), {name: jax_array_of(q) for name, q in indices.items()}
     found = {"jax" if is_stand_in(x) else framework_of(x) for x in (*operands, *indices.values())}
     if len(found) == 1 or "jax" not in found:
-        return tuple(operands), dict(indices)
+        return operands, indices
     numpy, jax = sys.modules["numpy"], sys.modules["jax"]
 
     def converts(x: Any) -> bool:
