@@ -238,8 +238,8 @@ def plan(
 
     Args:
         spec: as in `contract`.
-        *operands: arrays, stand-ins (`Operand`, `jax.ShapeDtypeStruct`), or shapes (float32); one by one, or all in one
-            list or tuple. A list or tuple of integers is the shape of one operand.
+        *operands: arrays, stand-ins (`Operand`, `jax.ShapeDtypeStruct`, what `jax.typeof` returns), or shapes
+            (float32); one by one, or all in one list or tuple. A list or tuple of integers is the shape of one operand.
         sizes: as in `contract`, and so are the next seven.
         optimize: how the tree is found. "measure" times plans only if all operands and index arrays are arrays.
         minimize: what the plan minimises.

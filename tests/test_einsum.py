@@ -496,6 +496,22 @@ def test_a_plan_takes_index_arrays_of_numpy_again(jax):
         assert plan(x, c, q=q).tolist() == [1, 0, 5]
 
 
+def test_types_of_arrays_are_planned(jax):
+    """What `jax.typeof` returns plans as the array does, weak types too."""
+    jnp, typeof = jax.numpy, jax.typeof
+    arrays, q = [jnp.ones((3, 2)), jnp.ones((3, 2, 4))], jnp.array([2, 0, 2])
+    plan = planner.plan("nj, q[n]jk -> nk", *map(typeof, arrays), q=typeof(q))
+    assert plan == planner.plan("nj, q[n]jk -> nk", *arrays, q=q)
+    weak, half = jax.lax.full_like(2.0, 2.0), jnp.ones(3, "bfloat16")
+    assert typeof(weak).weak_type
+    for described in (typeof(weak), jax.ShapeDtypeStruct((), "float32", weak_type=True)):
+        assert planner.plan(", n -> n", described, typeof(half)).dtype == "bfloat16"
+        assert planner.plan(", n -> n", described, planner.Operand((3,), "bfloat16")).dtype == "bfloat16"
+    assert planner.plan(", n -> n", typeof(jnp.zeros((), "float32")), typeof(half)).dtype == "float32"
+    with pytest.raises(planner.PlannerTypeError, match="operand 0 is a ShapedArray, not an array"):
+        planner.contract("nj, q[n]jk -> nk", *map(typeof, arrays), q=q)
+
+
 def test_jax_call_forms(jax):
     import jax.numpy as jnp
 

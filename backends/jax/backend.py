@@ -38,7 +38,7 @@ from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Stepwise
-from planner.program.frameworks import Backend, labelled
+from planner.program.frameworks import Backend, is_stand_in, labelled
 from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
 from planner.program.program import Step
@@ -91,7 +91,13 @@ class JaxBackend(Backend):
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
         """Promote as JAX does: an array made from a Python number gives way to any other of its kind."""
         pairs = zip(dtypes, operands, strict=True)
-        return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
+        if not any([is_stand_in(x) and x.weak_type for x in operands]):
+            return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
+        # `result_type` sees weak types of arrays only, so it is asked while JAX traces what the stand-ins describe.
+        found: list[str] = []
+        given = [x if hasattr(x, "weak_type") else jax.ShapeDtypeStruct((), dtype) for dtype, x in pairs]
+        jax.eval_shape(lambda *xs: found.append(jnp.result_type(*xs).name), *given)
+        return found[0]
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Return the rates of JAX's device; a card has capability 9.0 if our kernels run on it, else 0."""

@@ -286,9 +286,9 @@ def _find_framework(array: Any) -> str | None:
 
 
 def is_stand_in(x: Any) -> bool:
-    """Return whether something is a `jax.ShapeDtypeStruct`, which describes an array of JAX."""
+    """Return whether something describes an array of JAX: a `jax.ShapeDtypeStruct`, or what `jax.typeof` returns."""
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.ShapeDtypeStruct)
+    return jax is not None and isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
 def jax_array_of(x: Any) -> Any:
