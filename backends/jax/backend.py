@@ -27,7 +27,7 @@ from planner.backends.jax.loop import Run, as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import FASTER
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
-from planner.backends.jax.rules.sparse import add_rule
+from planner.backends.jax.rules.sparse import add_rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import asks_for_plain, like_einsum, result_sharding
@@ -218,8 +218,6 @@ class JaxBackend(Backend):
         compiled = compile_whole(steps)
         # Some operands ask for JAX's own operations, where the plan has faster steps of ours.
         has_own = any(step.choice.lowering in FASTER for step in plan.steps)
-        if has_own:
-            add_rule()
         plain = cache(lambda: named(tree_run(plan, own=False)))
         compiled_plain = cache(lambda: compile_whole(plain()))
 
@@ -245,6 +243,8 @@ class JaxBackend(Backend):
                 if isinstance(x, jax.core.Tracer) and isinstance(_primal(x), jax.core.Tracer):
                     is_eager = False
             whole = alone() if debugging else compiled if is_eager else steps
+            if not is_eager:
+                add_rules()
             if has_own and not debugging and asks_for_plain(operands):
                 whole = compiled_plain() if is_eager else plain()
             sharding = result_sharding(plan, operands, given)
