@@ -785,6 +785,25 @@ def test_layers_of_grouped_products_hold_no_loops():
     np.testing.assert_array_equal(program(x, weights, q), jax_fast.jit(layers)(x, weights, q))
 
 
+def pair(kind):
+    return jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+def test_an_axis_without_elements_is_split(kind):
+    """The type of the result says so, as that of einsum does."""
+    mesh, w, q = pair(kind), small(4, 3, 2), jnp.zeros(0, int)
+    x, q = (put(x, "x", on=mesh) for x in (small(0, 3), q))
+    with jax.set_mesh(mesh):
+        wanted = jax.jit(functools.partial(jnp.einsum, "nj, jk -> nk"))(x, w[0])
+        for found in (
+            jax.jit(functools.partial(planner.contract, "nj, jk -> nk"))(x, w[0]),
+            jax.jit(functools.partial(planner.contract, "nj, q[n]jk -> nk"))(x, w, q=q),
+        ):
+            assert str(jax.typeof(found)) == str(jax.typeof(wanted))
+            assert found.shape == (0, 2)
+
+
 def test_a_program_is_lowered_for_devices_that_are_not_there():
     mesh = AbstractMesh((8,), ("x",))
     x, w = (

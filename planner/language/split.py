@@ -28,11 +28,11 @@ Split = Mapping[Entry, tuple[str, ...]]
 
 
 def splittable(spec: Spec) -> tuple[Entry, ...]:
-    """Return the entries that can be split: those with at least two elements."""
+    """Return the entries that can be split: all but those of one element, which may be broadcast."""
     entries: dict[Entry, None] = {}
     for term in spec.terms:
         entries.update(dict.fromkeys((*term, *term_axes(term))))
-    return tuple(entry for entry in entries if spec.size(entry) > 1)
+    return tuple(entry for entry in entries if spec.size(entry) != 1)
 
 
 def choose_splits(
