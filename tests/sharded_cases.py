@@ -31,7 +31,7 @@ import planner
 from planner.backends.jax import partition as jax_partition
 from planner.backends.jax.rules import names
 from planner.language.split import letter_of, place_index, place_term
-from planner.testing import problems
+from planner.testing import problems, reference, reference_gradients
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 BYTES = {"pred": 1, "f32": 4, "s32": 4, "u32": 4, "bf16": 2}
@@ -399,14 +399,17 @@ def drawn(count):
     @hypothesis.settings(max_examples=4 * count, phases=[hypothesis.Phase.generate])
     @hypothesis.given(problems(dtypes=["float32"], index_modes=["raise", "drop", "clip"], max_axes=5, max_size=7))
     def draw(problem):
-        if problem.indices:
+        if problem.indices and problem.is_exact(slack=2):
             found.append(problem)
 
     draw()
     return found[:count]
 
 
-@pytest.mark.parametrize("problem", drawn(examples(4, 200)), ids=str)
+DRAWN = drawn(examples(4, 200))
+
+
+@pytest.mark.parametrize("problem", DRAWN, ids=str)
 def test_random_specs_in_random_places(problem):
     """Values and gradients, whatever dimensions of whatever size are split."""
     rng, mesh = random.Random(str(problem)), jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -434,6 +437,79 @@ def test_random_specs_in_random_places(problem):
     everywhere = [jax.device_put(x, NamedSharding(mesh, WHOLE)) for x in arrays]
     found, wanted = jax_fast.jit(split)(*everywhere), jax_fast.jit(whole)(*arrays)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def oracle(problem, arrays, gradient):
+    """What the oracle says of operands and index arrays, and of a gradient of the result: the result and gradients."""
+    count, options = len(problem.shapes), {"sizes": problem.sizes, "index_mode": problem.index_mode}
+    options |= dict(zip(problem.indices, arrays[count:], strict=True))
+    result = reference(problem.spec, *arrays[:count], **options)
+    return result, *reference_gradients(problem.spec, gradient, *arrays[:count], **options)
+
+
+def pulled(problem, arrays, gradient):
+    """The same by planner. `gradient` is a function of the result."""
+    count, options = len(problem.shapes), {"sizes": problem.sizes, "index_mode": problem.index_mode}
+    options |= dict(zip(problem.indices, arrays[count:], strict=True))
+    result, back = jax.vjp(functools.partial(planner.contract, problem.spec, **options), *arrays[:count])
+    return result, *back(gradient(result))
+
+
+def pair(kind):
+    return jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("problem", DRAWN, ids=str)
+def test_random_specs_inside_of_shard_map(problem, checked):
+    """Each of two devices has a problem of its own. Some operands and index arrays are the same on both."""
+    indices = {name: np.roll(q, 1) for name, q in problem.indices.items()}
+    both = problem, dataclasses.replace(problem, seed=problem.seed + 1, indices=indices)
+    given = [[*each.operands(), *each.indices.values()] for each in both]
+    rng, count = random.Random(str(problem)), len(problem.shapes)
+    split = [True, *(rng.random() < 0.6 for _ in given[0][1:])]
+    given[1] = [b if s else a for a, b, s in zip(*given, split, strict=True)]
+    gradients = [each.output_gradient() for each in both]
+    results, *found = zip(*map(oracle, both, given, gradients), strict=True)
+    wanted = [np.stack(results), *(np.stack(g) if s else sum(g) for g, s in zip(found, split, strict=False))]
+
+    def local(gradient, *arrays):
+        arrays = [x[0] if s else x for x, s in zip(arrays, split, strict=True)]
+        result, *found = pulled(problem, arrays, lambda _: gradient[0])
+        added = found if checked else [g if s else jax.lax.psum(g, "x") for g, s in zip(found, split, strict=False)]
+        return result[None], *(g[None] if s else g for g, s in zip(added, split, strict=False))
+
+    places = [SPLIT if s else WHOLE for s in split]
+    options = {"in_specs": (SPLIT, *places), "out_specs": (SPLIT, *places[:count]), "check_vma": checked}
+    arrays = [np.stack(x) if s else x[0] for x, s in zip(zip(*given, strict=True), split, strict=True)]
+    run = jax_fast.jit(jax.shard_map(local, mesh=pair(AxisType.Auto), **options))
+    jax.tree.map(np.testing.assert_array_equal, list(run(np.stack(gradients), *arrays)), wanted)
+
+
+@pytest.mark.parametrize("problem", DRAWN, ids=str)
+def test_random_specs_on_explicit_axes(problem):
+    """One axis or pool is split in all arrays that have it, if there is one of an even size."""
+    spec, mesh = problem.resolved(), pair(AxisType.Explicit)
+    resolved = planner.plan(problem.spec, *problem.operands(), backend="numpy", **problem.arguments()).resolved
+    even = [entry for entry in (*spec.axes, *spec.gathers) if spec.size(entry) % 2 == 0]
+    entries = {random.Random(str(problem)).choice(even): ("x",)} if even else {}
+    seen = *resolved.shapes, *dict(resolved.index_shapes).values()
+    dims = *(place_term(term, entries) for term in spec.inputs), *(place_index(spec, q, entries) for q in spec.arrays)
+    by_name = dict(zip(spec.arrays, range(len(spec.inputs), len(dims)), strict=True))
+    order = *range(len(spec.inputs)), *(by_name[name] for name in problem.indices)
+    arrays = [*problem.operands(), *problem.indices.values()]
+    placed = []
+    for x, number in zip(arrays, order, strict=True):
+        fits = x.shape == tuple(seen[number])  # else a dimension is broadcast, and it lies whole on each device
+        names = [axes or None for axes in dims[number]] if fits else []
+        placed.append(jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(*names))))
+
+    def whole(gradient, *arrays):
+        return pulled(problem, arrays, lambda result: jax.reshard(gradient, jax.typeof(result).sharding))
+
+    gradient = problem.output_gradient()
+    found = jax_fast.jit(whole)(jax.device_put(gradient, NamedSharding(mesh, WHOLE)), *placed)
+    jax.tree.map(np.testing.assert_array_equal, found, oracle(problem, arrays, gradient))
 
 
 @pytest.mark.parametrize(
@@ -783,10 +859,6 @@ def test_layers_of_grouped_products_hold_no_loops():
     # Without its generator of fused loops XLA makes a loop of a scatter.
     assert (text.count(" sort("), text.count(" while(") + text.count(" scatter(")) == (1, 1)
     np.testing.assert_array_equal(program(x, weights, q), jax_fast.jit(layers)(x, weights, q))
-
-
-def pair(kind):
-    return jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])

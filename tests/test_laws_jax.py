@@ -20,6 +20,7 @@ from planner.testing.scripts import vectors_of
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
+from jax import export  # noqa: E402
 from jax.ad_checkpoint import checkpoint_name  # noqa: E402
 from jax.experimental.jet import jet2  # noqa: E402
 from jax_fast import jit  # noqa: E402
@@ -320,6 +321,24 @@ class WideJax(Jax):
 def test_transforms_of_specs_with_gathers(engine, count):
     drawn = laws.exact_problems(gathers=True, slack=8, **engine.smaller).filter(lambda problem: problem.wanted)
     laws.hold(engine, transformed, drawn, examples(count, 200), gather=0.9)
+
+
+def exported(engine, problem):
+    """Through a stored program, which is read again."""
+    call, wanted, gout = Subject().call(problem), problem.wanted, engine.array(problem.output_gradient())
+
+    def run(*given):
+        described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+        program = export.export(jax.jit(partial(engine.pulled, call, wanted=wanted)))(*described)
+        return export.deserialize(program.serialize()).call(*given)
+
+    return laws.asked(engine, problem, run, gout, expected=laws.oracle(engine, problem))
+
+
+def test_specs_with_gathers_are_exported():
+    engine = Jax()
+    drawn = laws.exact_problems(gathers=True, **engine.smaller).filter(lambda problem: problem.wanted)
+    laws.hold(engine, exported, drawn, examples(8, 200), gather=0.9)
 
 
 @pytest.mark.parametrize("jitted", [True, False])
