@@ -876,6 +876,45 @@ def test_an_axis_without_elements_is_split(kind):
             assert found.shape == (0, 2)
 
 
+@pytest.mark.parametrize("by_type", [False, True], ids=["ShapeDtypeStruct", "typeof"])
+@pytest.mark.parametrize("case", [ROWS, GROUPED, CHAIN, SCATTER], ids=str)
+def test_stand_ins_say_how_arrays_lie(case, by_type):
+    """Their shardings are what `placements=` would say, and the plan foretells what devices then exchange."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit if by_type else AxisType.Auto,))
+    shapes = [*case.shapes, *(shape for shape, _ in case.indices.values())]
+    specs = [SPLIT, *(WHOLE for _ in case.shapes[1:]), *(SPLIT for _ in case.indices)]
+    kinds = ["float32"] * len(case.shapes) + ["int32"] * len(case.indices)
+
+    def describe(shape, kind, spec):
+        if by_type:
+            return jax.typeof(put(jnp.zeros(shape, kind), *spec, on=mesh))
+        return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+
+    described = list(map(describe, shapes, kinds, specs))
+    count, keys = len(case.shapes), [*range(len(case.shapes)), *case.indices]
+    bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in described]
+    plans = [
+        planner.plan(case.spec, *xs[:count], mesh=mesh, placements=placements, sizes=case.sizes,
+                     **dict(zip(case.indices, xs[count:], strict=True)))
+        for xs, placements in ((described, None), (bare, dict(zip(keys, specs, strict=True))))
+    ]  # fmt: skip
+    assert plans[0] == plans[1]
+    assert plans[0].mesh is not None
+
+    def run(*arrays):
+        return plans[0](*arrays[:count], **dict(zip(case.indices, arrays[count:], strict=True)))
+
+    rng = np.random.default_rng(0)
+    ranges = [(-2, 3)] * count + [(0, size) for _, size in case.indices.values()]
+    arrays = [
+        rng.integers(*bounds, shape).astype(kind) for bounds, shape, kind in zip(ranges, shapes, kinds, strict=True)
+    ]
+    placed = [put(x, *spec, on=mesh) for x, spec in zip(arrays, specs, strict=True)]
+    program = jax.jit(run).lower(*placed).compile(jax_fast.FAST)
+    np.testing.assert_array_equal(program(*placed), run(*map(jnp.asarray, arrays)))
+    assert exchanged(program.as_text()) == sorted((c.kind, c.bytes) for c in plans[0].collectives())
+
+
 def test_a_program_is_lowered_for_devices_that_are_not_there():
     mesh = AbstractMesh((8,), ("x",))
     x, w = (
