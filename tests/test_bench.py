@@ -150,6 +150,18 @@ def test_warm_calls_are_timed_with_and_without_gradients(torch):
     assert all(set(line.medians) == {OURS, "torch.einsum"} for line in found)
 
 
+def test_warm_eager_calls_of_jax_are_timed(jax):
+    """Values are compared first; a call of a plan is compared with one of `contract`, and this with einsum."""
+    found = list(dense.warm_call("jax", Settings(calls=3)))
+    names = ["a product", "a gather", 'a gather under "drop"', "a chain of four 8 x 8"]
+    assert [line.what for line in found] == [
+        f"{name}, {ours}: of the time of {peer}"
+        for name in names
+        for ours, peer in ((OURS, "jnp.einsum"), ("plan(...)", OURS))
+    ]
+    assert all(line.framework == "jax" and line.measured > 0 and len(line.medians) == 2 for line in found)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_compare_runs_a_spec_beside_what_users_write(framework, tmp_path, capsys):
     pytest.importorskip(framework)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from planner.bench.timing import (
     PASSES,
@@ -41,7 +44,8 @@ def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result
 
 def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Time a call on small matrices, which is all overhead: the plan must be looked up in a few microseconds."""
-    if framework != "torch":
+    if framework == "jax":
+        yield from _warm_eager_calls(settings)
         return
     import torch
 
@@ -81,6 +85,61 @@ def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
             medians=medians,
             rounds=len(times[OURS]),
         )
+
+
+def _warm_eager_calls(settings: Settings) -> Iterator[Result]:
+    """Time eager calls in JAX, of `contract` and of a plan: the processor time of the caller's thread.
+
+    Programs run in threads of JAX meanwhile. On a busy machine waiting for them takes longer than the calls.
+    """
+    import jax.numpy as jnp
+
+    import planner
+
+    rng, part = np.random.default_rng(0), "warm-call"
+
+    def small(*shape: int) -> Any:
+        return jnp.asarray(rng.integers(-2, 3, shape), "float32")
+
+    rows, q = small(64, 16), jnp.asarray(rng.integers(0, 8, 64), "int32")
+    pool, four, gather = small(8, 16, 16), [small(8, 8) for _ in range(4)], "nj, q[n]jk -> nk"
+    einsum, chain, taken = jnp.einsum, "ab, bc, cd, de -> ae", "nj, njk -> nk"
+    lines: tuple[tuple[str, str, Sequence[Any], dict[str, Any], Callable[[], Any], float], ...] = (
+        ("a product", "ij, jk -> ik", (rows, pool[0]), {}, lambda: einsum("ij, jk -> ik", rows, pool[0]), 0.5),
+        ("a gather", gather, (rows, pool), {"q": q}, lambda: einsum(taken, rows, pool[q]), 0.5),
+        (
+            'a gather under "drop"',
+            gather,
+            (rows, pool),
+            {"q": q, "index_mode": "drop"},
+            lambda: einsum(taken, rows, pool.at[q].get(mode="fill", fill_value=0)),
+            0.5,
+        ),
+        ("a chain of four 8 x 8", chain, four, {}, lambda: einsum(chain, *four), 0.5),
+    )
+    for what, spec, operands, options, peer, target in lines:
+        plan = planner.plan(spec, *operands, **options)
+        arrays = {name: value for name, value in options.items() if len(name) == 1}
+        calls: dict[str, Callable[[], Any]] = {
+            "jnp.einsum": peer,
+            OURS: functools.partial(planner.contract, spec, *operands, **options),
+            "plan(...)": functools.partial(plan, *operands, **arrays),
+        }
+        for call in calls.values():
+            equal(call(), peer(), what)
+        seconds: dict[str, list[float]] = {label: [] for label in calls}
+        for _ in range(settings.calls):
+            for label, call in calls.items():
+                begun = time.thread_time()
+                result = call()
+                seconds[label].append(time.thread_time() - begun)
+                result.block_until_ready()
+        medians = medians_of(seconds)
+        for label, peer_label, most in ((OURS, "jnp.einsum", target), ("plan(...)", OURS, 1.1)):
+            title = f"{what}, {label}: of the time of {peer_label}"
+            shown = {name: medians[name] for name in (label, peer_label)}
+            ratio = medians[label] / medians[peer_label]
+            yield Result(part, "jax", title, most, ratio, at_most=True, medians=shown, rounds=settings.calls)
 
 
 # A variant of the workload, its title, and how much of the fastest peer's time it may take, forward alone and with
