@@ -85,6 +85,67 @@ def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
             medians=medians,
             rounds=len(times[OURS]),
         )
+    yield from _warm_contexts(settings)
+
+
+def _warm_contexts(settings: Settings) -> Iterator[Result]:
+    """Time calls of torch within transforms and hooks, beside those of `torch.einsum` after indexing."""
+    import torch
+    from torch.func import grad, jvp, vmap
+
+    import planner
+
+    def small(*shape: int) -> Any:
+        return torch.randint(-2, 3, shape).float()
+
+    q, gathered = torch.arange(8) % 4, "nij, q[n]jk -> nik"
+    products: dict[str, tuple[tuple[Any, Any], Callable[..., Any], Callable[..., Any]]] = {
+        "a product": (
+            (small(8, 16), small(16, 12)),
+            functools.partial(planner.contract, "ij, jk -> ik"),
+            functools.partial(torch.einsum, "ij, jk -> ik"),
+        ),
+        "a gather": (
+            (small(8, 2, 16), small(4, 16, 12)),
+            functools.partial(planner.contract, gathered, q=q),
+            lambda a, c: torch.einsum("nij, njk -> nik", a, c[q]),
+        ),
+    }
+
+    def backward(call: Callable[..., Any], a: Any, c: Any) -> Any:
+        leaves = [x.detach().requires_grad_() for x in (a, c)]
+        return torch.autograd.grad(call(*leaves).sum(), leaves)
+
+    def hooked(call: Callable[..., Any], a: Any, c: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return backward(call, a, c)
+
+    def of_sum(call: Callable[..., Any]) -> Callable[..., Any]:
+        return grad(lambda a, c: call(a, c).sum(), argnums=(0, 1))
+
+    contexts: dict[str, Callable[[Callable[..., Any], Any, Any], Any]] = {
+        "with gradients": backward,
+        "with hooks on saved tensors": hooked,
+        "under torch.func.grad": lambda call, a, c: of_sum(call)(a, c),
+        "under jvp": lambda call, a, c: jvp(call, (a, c), (a, c)),
+        "under vmap over 16": lambda call, a, c: vmap(call, (0, None))(a.expand(16, *a.shape), c),
+        "under vmap of grad over 16": lambda call, a, c: vmap(of_sum(call), (0, None))(a.expand(16, *a.shape), c),
+    }
+    for name, (operands, ours, theirs) in products.items():
+        for context, run in contexts.items():
+            programs = {
+                "torch.einsum": block_of(functools.partial(run, theirs, *operands), settings.calls // 10),
+                OURS: block_of(functools.partial(run, ours, *operands), settings.calls // 10),
+            }
+            for found, expected in zip(run(ours, *operands), run(theirs, *operands), strict=True):
+                equal(found, expected, f"{name} {context}")
+            for program in programs.values():
+                program()
+            times = time_in_turn(programs, "torch", settings)
+            medians = {label: seconds / (settings.calls // 10) for label, seconds in medians_of(times).items()}
+            title, ratio = f"{name} {context}: of a torch.einsum call", medians[OURS] / medians["torch.einsum"]
+            rounds = len(times[OURS])
+            yield Result("warm-call", "torch", title, 1.1, ratio, at_most=True, medians=medians, rounds=rounds)
 
 
 def _warm_eager_calls(settings: Settings) -> Iterator[Result]:
