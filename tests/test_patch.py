@@ -106,40 +106,66 @@ def test_other_threads_keep_their_own(lib):
     assert reports == {"one": 3, "two": 3}
 
 
+def in_a_foreign_thread(work):
+    """Run a function in a thread that Python does not know of, as those of autograd are, and raise its error."""
+    errors, done = [], threading.Event()
+
+    def run():
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    _thread.start_new_thread(run, ())
+    assert done.wait(60)
+    for error in errors:
+        raise error
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_computes_again_in_a_thread_of_autograd(torch, reentrant):
-    """As on cards. Python knows nothing of such threads; a thread of the program's own is not routed."""
     a = torch.ones(3, 4, requires_grad=True)
 
-    def squared():
+    def total():
         return torch.utils.checkpoint.checkpoint(
             lambda a: torch.einsum("ij,kj->ik", a * 2, a).abs(), a, use_reentrant=reentrant
         ).sum()
 
-    def in_a_thread(start, work):
-        errors, done = [], threading.Event()
+    def patched():
+        with planner.patch("torch") as report:
+            torch.einsum("ij,kj->ik", a, a)
+        assert report.routed == 1
 
-        def run():
-            try:
-                work()
-            except Exception as error:
-                errors.append(error)
-            done.set()
-
-        start(run)
-        assert done.wait(60)
-        return errors
-
-    squared().backward()
+    total().backward()
     expected, a.grad = a.grad, None
     with planner.patch("torch") as report:
-        loss = squared()
-        assert not in_a_thread(lambda run: _thread.start_new_thread(run, ()), loss.backward)
+        loss = total()
+        in_a_foreign_thread(loss.backward)
         assert report.routed == 2
-        loss = squared()
-        in_a_thread(lambda run: threading.Thread(target=run).start(), loss.backward)
-        assert report.routed == 3
-    assert torch.equal(a.grad, expected) or reentrant
+        assert torch.equal(a.grad, expected)
+        loss = total()
+
+        def patched_before():
+            patched()
+            loss.backward()
+            patched()
+
+        in_a_foreign_thread(patched_before)  # a patch of its own leaves nothing behind
+        assert report.routed == 4
+        assert torch.equal(a.grad, 2 * expected)
+    assert torch.functional.einsum.__code__.co_name == "einsum"
+
+
+def test_a_thread_of_the_programs_own_is_not_routed(torch):
+    a, reports = torch.ones(3, 4, requires_grad=True), []
+    with planner.patch("torch") as report:
+        loss = torch.einsum("ij,kj->ik", a, a).sum()
+        loss.register_hook(lambda _: reports.append(torch.einsum("ij->ji", a.detach())))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert (len(reports), report.routed) == (1, 1)
 
 
 def test_the_librarys_own_calls_are_not_routed(jax):

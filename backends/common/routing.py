@@ -79,16 +79,21 @@ class Routing:
 
     def call(self, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
         """Run a call of the function; the library's own are not routed, whenever XLA makes them."""
-        mine = routes = getattr(self.mine, "routes", None)
-        if mine is None and self.serves is not None and self.serves():
+        routes = getattr(self.mine, "routes", None)
+        if not routes and self.serves is not None and self.serves():
             routes = list(self.entered)
-        if not routes or caller.startswith(_OWN) or (self.overridden and self.overridden(arguments)):
+        if (
+            not routes
+            or getattr(self.mine, "running", False)
+            or caller.startswith(_OWN)
+            or (self.overridden and self.overridden(arguments))
+        ):
             return self.original(*arguments, **options)
-        self.mine.routes = []  # what a route calls is not routed again
+        self.mine.running = True  # what a route calls is not routed again
         try:
             return routes[-1](self.original, arguments, options)
         finally:
-            self.mine.routes = mine
+            self.mine.running = False
 
 
 # `_replaced` repeats it: its code runs among the globals of another function, which has no such name.

@@ -16,7 +16,10 @@ from planner.backends.common.routing import Routing
 
 
 def _serves() -> bool:
-    """Whether autograd runs a backward pass in a thread of its own, as on cards. A checkpoint computes again there."""
+    """Whether autograd runs a backward pass in a thread of its own, as on cards. A checkpoint computes again there.
+
+    Nothing tells who called the backward pass.
+    """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
         return False
     return isinstance(threading.current_thread(), threading._DummyThread)  # Python did not start it
