@@ -8,12 +8,14 @@ So a call is one primitive here, and each of its derivatives is one again. JAX t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from planner.language.cached import BACKEND_CACHES, enter
 
 # From arrays to a tuple of arrays.
 Function = Callable[..., tuple[Any, ...]]
@@ -22,8 +24,22 @@ Function = Callable[..., tuple[Any, ...]]
 whole_p = Primitive("planner_whole")
 whole_p.multiple_results = True
 
-# How many derived functions are remembered, and with them their compiled programs.
-_MOST = 512
+# Derived functions, and with them their compiled programs, by what makes them and of what.
+_DERIVED: dict[Any, Any] = {}
+_MOST_DERIVED = 2048
+BACKEND_CACHES.append(_DERIVED)
+_Maker = TypeVar("_Maker", bound=Callable[..., Any])
+
+
+def _remembered(make: _Maker) -> _Maker:
+    @wraps(make)
+    def found(*given: Any) -> Any:
+        key = (make, *given)
+        if (made := _DERIVED.get(key)) is None:
+            enter(_DERIVED, key, made := make(*given), _MOST_DERIVED)
+        return made
+
+    return found  # type: ignore[return-value]
 
 
 def run_whole(function: Function, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -31,12 +47,12 @@ def run_whole(function: Function, arguments: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(whole_p.bind(*arguments, function=function))
 
 
-@lru_cache(maxsize=_MOST)
+@_remembered
 def _compiled(function: Function) -> Any:
     return jax.jit(function)
 
 
-@lru_cache(maxsize=_MOST)
+@_remembered
 def _tangent(function: Function, count: int, active: tuple[int, ...]) -> Function:
     """Return the derivative as a function of `count` primals and of the tangents of those that are active."""
 
@@ -52,7 +68,7 @@ def _tangent(function: Function, count: int, active: tuple[int, ...]) -> Functio
     return planner_tangent
 
 
-@lru_cache(maxsize=_MOST)
+@_remembered
 def _transposed(function: Function, types: tuple[Any, ...]) -> Function:
     """Return the transpose of a function that is linear in the arguments that have a type here; others have None.
 
@@ -75,7 +91,7 @@ def _transposed(function: Function, types: tuple[Any, ...]) -> Function:
     return planner_transpose
 
 
-@lru_cache(maxsize=_MOST)
+@_remembered
 def _batched(function: Function, dims: tuple[int | None, ...]) -> Function:
     return jax.vmap(function, in_axes=dims)
 
