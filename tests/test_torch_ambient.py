@@ -785,6 +785,50 @@ def test_tensors_without_values_may_be_on_a_card_that_is_not_there():
         assert planner.einsum("nij->jin", a).stride() == torch.einsum("nij->jin", a).stride()
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_gathers_under_vmap_run_as_the_calls_that_they_are_without_it(needs, monkeypatch):
+    """Values are those of a loop; a Function, which takes a millisecond under `torch.func`, is not applied."""
+
+    def refuse(*_):
+        raise AssertionError("a Function was applied")
+
+    x, c = torch.arange(24.0).reshape(3, 4, 2) % 5, torch.arange(60.0).reshape(5, 2, 6) % 3
+    q = torch.tensor([[0, 4, 1, 1], [2, 2, 0, 3], [4, 0, 0, 1]])
+    torch.vmap(lambda x, q: contract(GATHERED, x, c, q=q))(x, q)  # plans
+    monkeypatch.setattr(torch.autograd.Function, "apply", refuse)
+
+    def call(x, c, q):
+        return contract(GATHERED, x, c, q=q)
+
+    def of_sum(x, c, q):
+        return torch.func.grad(lambda x, c: (call(x, c, q) ** 2).sum(), argnums=(0, 1))(x, c)
+
+    run = of_sum if needs else lambda *arguments: [call(*arguments)]
+    found = torch.vmap(run, (0, None, 0))(x, c, q)
+    loop = [run(x[n], c, q[n]) for n in range(3)]
+    for results, expected in zip(found, zip(*loop, strict=True), strict=True):
+        assert torch.equal(results, torch.stack(expected))
+
+
+def test_the_range_of_index_arrays_under_vmap_is_checked():
+    x, c, q = torch.ones(3, 4, 2), torch.ones(5, 2, 6), torch.tensor([[0, 4, 1, 1], [2, 2, 0, 3], [4, 0, 5, 1]])
+    with pytest.raises(planner.IndexRangeError):
+        torch.vmap(lambda x, q: contract(GATHERED, x, c, q=q))(x, q)
+    dropped = torch.vmap(lambda x, q: contract(GATHERED, x, c, q=q, index_mode="drop"))(x, q)
+    assert torch.equal(dropped[2, 2], torch.zeros(6))
+    assert torch.equal(torch.vmap(lambda x, q: contract(GATHERED, x, c, q=q))(x, q - 1)[2, 2], torch.full((6,), 2.0))
+
+
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (1, 0)])
+def test_functions_under_vmap_are_not_applied_by_torch(dims, monkeypatch):
+    a, b = torch.arange(36.0).reshape(3, 3, 4), torch.arange(60.0).reshape(3, 4, 5)
+    shapes = [x if dim is not None else x[0] for x, dim in zip((a, b), dims, strict=True)]
+    expected = torch.vmap(torch.matmul, dims)(*shapes)
+    monkeypatch.setattr(torch.autograd.Function, "apply", lambda *_: 1 / 0)
+    limited = partial(contract, PRODUCT, memory_limit="1 MB")
+    assert torch.equal(torch.vmap(limited, dims)(*shapes), expected)
+
+
 def test_a_plan_is_called_under_jit_trace():
     a, c, q = torch.ones(3, 2), torch.ones(4, 2, 5), torch.tensor([0, 2, 1])
     plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q)

@@ -409,7 +409,7 @@ def _as_read(
 def _as_usual(operands: Sequence[Tensor]) -> bool:
     """Return whether native calls may run though something surrounds the call.
 
-    Modes see them. A checkpoint may first run a call outside of a mode, and must save the same tensors within it.
+    Modes see native calls. A checkpoint may first run one without a mode, and must save the same tensors in a mode.
     """
     return not (is_recorded(operands[0]) or carries_tangents(*operands) or any(map(dispatches, operands)))
 

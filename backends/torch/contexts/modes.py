@@ -196,7 +196,7 @@ def by_batches(function: type[torch.autograd.Function], first: Sequence[Any], te
     if innermost is None or innermost.key() != _VMAP:
         return None
     level, functorch = innermost.level(), torch._C._functorch
-    inside = [(x, None) if x is None else functorch._unwrap_batched(x, level) for x in tensors]
+    inside = [(x, None) if x is None else functorch._unwrap_batched(x, level) for x in unwrapped(*tensors)]
     dims = [dim for _, dim in inside]
     if all(dim is None for dim in dims):
         return None
