@@ -139,7 +139,7 @@ class JaxBackend(Backend):
         return jax_in_range(q, gather, index_mode)
 
     def is_in_range(self, q: Any, gather: Gather, index_mode: str) -> bool:
-        """Look at the values, if they can be seen. Nothing is copied to JAX's device, as `in_range` does."""
+        """Look at the values, if they can be seen. Unlike `in_range`, this copies nothing to JAX's device."""
         return is_in_range(q, gather, index_mode)
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:

@@ -18,6 +18,7 @@ from planner.language.options import PRECISIONS
 from planner.language.parse import parse
 from planner.language.resolve import resolve_shapes, shape_of
 from planner.language.spec import Operand, Spec, Term, stand_in, term_axes, term_gathers
+from planner.program.frameworks import operands_framework
 
 # Below so many FLOPs, as opt_einsum counts them, no path can win more than a search costs.
 _SMALL = 100_000
@@ -152,6 +153,7 @@ def _products_of_rows(
     options = dict(options)
     indices = {name: options.pop(name) for name in list(options) if name not in _OPTIONS}
     check_names(contract, indices)
+    operands_framework(arrays, indices)
     sizes, index_mode = options.pop("sizes", None), options.pop("index_mode", "raise")
     shapes = [tuple(x.shape) for x in arrays], {name: shape_of(q) for name, q in indices.items()}
     resolved = resolve_shapes(spec, *shapes, sizes)
@@ -171,7 +173,7 @@ def _products_of_rows(
         step(term, axes, x) if term_gathers(term) else x
         for x, term, axes in zip(taken, whole.inputs, terms, strict=True)
     ]
-    # What no operand has is repeated at last.
+    # Axes that no operand has are added last, by repeating the result.
     output = tuple(axis for axis in term_axes(whole.output) if any(axis in axes for axes in terms))
     is_last = output == whole.output
     sharding = None if is_last else theirs.pop("out_sharding", None)
