@@ -1,4 +1,4 @@
-"""The conjugates that gradients of complex products copy, and who copies less of them.
+"""The conjugates that gradients of complex products copy, and which way of running a plan copies less of them.
 
 Autograd multiplies a gradient by the conjugate of the other operand, and copies that conjugate. A Function of planner's
 own conjugates the output's gradient instead, and the gradients that come of it. So a plan that would copy much runs as

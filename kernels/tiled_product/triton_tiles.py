@@ -35,8 +35,8 @@ class Tiles(NamedTuple):
 # The largest tiles, by arithmetic and mode. With them kernels spill no registers on cards from sm_80 to sm_120, and all
 # stages fit 99 KiB of shared memory. `tests/kernels/test_triton.py` compiles them; docs/benchmarks/triton.md says how
 # many programs run on a multiprocessor at once: one where a side is 128, and of some with 8 warps in float32, float64.
-# By parts ("bf16x6") an H200 was up to 1.5 times as fast in larger tiles; `tiles.json` has those that were measured.
-# In others such tiles spill, and Triton 3.6 refuses them on sm_100.
+# By parts ("bf16x6") an H200 was up to 1.5 times as fast in larger tiles. `tiles.json` has them for the sizes that were
+# measured. At other sizes and strides they spill, on sm_90 too, and Triton 3.6 refuses them on sm_100.
 _LARGEST = {
     ("half", "rows"): Tiles(128, 128, 64, warps=8, stages=3),
     ("half", "plain"): Tiles(128, 128, 64, warps=8, stages=3),
