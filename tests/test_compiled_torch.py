@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from laws import MODES, exact_problems, oracle
 
 import planner
+from planner.search.space import SearchSpace
 from planner.testing import Problem
 from planner.testing.judgement import Subject
 
@@ -335,3 +336,22 @@ def test_tensors_of_inference_mode_meet_torchs_error_where_einsums_would(spec, t
         assert str(read[0]).startswith("Inference tensors cannot be saved for backward")
     else:
         assert torch.equal(*read)
+
+
+def test_compiled_calls_of_other_sizes_search_for_nothing(monkeypatch):
+    """The plan is made while the compiler traces."""
+    x = (torch.arange(400.0 * 2 * 48) % 5).reshape(400, 2, 48).requires_grad_()
+    c = (torch.arange(8.0 * 48 * 40) % 3).reshape(8, 48, 40).requires_grad_()
+    q = torch.arange(400) % 8
+    call = compiled(lambda x, c, q: planner.contract(SPEC, x, c, q=q), dynamic=True)
+
+    def gradients(call, n):
+        result = call(x[:n], c, q[:n])
+        return [result, *torch.autograd.grad(result, (x, c), torch.ones_like(result))]
+
+    gradients(call, 300)
+    monkeypatch.setattr(SearchSpace, "search", lambda *_, **__: pytest.fail("a search"))
+    for n in (310, 200, 400, 310):
+        expected = gradients(lambda x, c, q: torch.einsum("nij,njk->nik", x, c[q]), n)
+        for found, wanted in zip(gradients(call, n), expected, strict=True):
+            assert torch.equal(found, wanted)
