@@ -139,13 +139,18 @@ def test_bytes_are_shown_without_times():
     assert report.cells(result(1.0, unit="MB", at_most=True))[3:] == ("<= 2 MB", "1 MB", "yes", "")
 
 
-def test_warm_calls_are_timed_with_and_without_gradients(torch):
+CONTEXTS = ("with gradients", "with hooks on saved tensors", "under torch.func.grad", "under jvp",
+            "under vmap over 16", "under vmap of grad over 16")  # fmt: skip
+
+
+def test_warm_calls_are_timed_in_each_context(torch):
     settings = Settings(rounds=3, budget_seconds=0.0, pause_seconds={"torch": 0.0}, calls=3)
     found = list(dense.warm_call("torch", settings))
     assert [line.what.split(": ")[0] for line in found] == [
         "5 x 784 by 784 x 10",
         "5 x 784 by 784 x 10, operands that take gradients",
         "a chain of four 8 x 8",
+        *[f"{name} {context}" for name in ("a product", "a gather") for context in CONTEXTS],
     ]
     assert all(set(line.medians) == {OURS, "torch.einsum"} for line in found)
 
