@@ -877,7 +877,7 @@ def test_an_axis_without_elements_is_split(kind):
 
 
 @pytest.mark.parametrize("by_type", [False, True], ids=["ShapeDtypeStruct", "typeof"])
-@pytest.mark.parametrize("case", [ROWS, GROUPED, CHAIN, SCATTER], ids=str)
+@pytest.mark.parametrize("case", [ROWS, GROUPED, CHAIN, SCATTER], ids=["rows", "grouped", "chain", "scatter"])
 def test_stand_ins_say_how_arrays_lie(case, by_type):
     """Their shardings are what `placements=` would say, and the plan foretells what devices then exchange."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit if by_type else AxisType.Auto,))
