@@ -52,6 +52,16 @@ def _compiled(function: Function) -> Any:
     return jax.jit(function)
 
 
+def _of_some(function: Function, places: Sequence[int], arguments: Sequence[Any]) -> Function:
+    """Return a function of the arguments at some places, with these in the other places."""
+
+    def of(*wanted: Any) -> tuple[Any, ...]:
+        given = dict(zip(places, wanted, strict=True))
+        return function(*(given.get(place, x) for place, x in enumerate(arguments)))
+
+    return of
+
+
 @_remembered
 def _tangent(function: Function, count: int, active: tuple[int, ...]) -> Function:
     """Return the derivative as a function of `count` primals and of the tangents of those that are active."""
@@ -59,10 +69,7 @@ def _tangent(function: Function, count: int, active: tuple[int, ...]) -> Functio
     def planner_tangent(*arguments: Any) -> tuple[Any, ...]:
         primals, tangents = list(arguments[:count]), arguments[count:]
 
-        def of(*wanted: Any) -> tuple[Any, ...]:
-            given = dict(zip(active, wanted, strict=True))
-            return function(*(given.get(place, x) for place, x in enumerate(primals)))
-
+        of = _of_some(function, active, primals)
         return tuple(jax.jvp(of, tuple(primals[place] for place in active), tangents)[1])
 
     return planner_tangent
@@ -79,11 +86,7 @@ def _transposed(function: Function, types: tuple[Any, ...]) -> Function:
     def planner_transpose(*arguments: Any) -> tuple[Any, ...]:
         known = iter(arguments)
         primals = [next(known) if aval is None else None for aval in types]
-
-        def of(*wanted: Any) -> tuple[Any, ...]:
-            given = dict(zip(linear, wanted, strict=True))
-            return function(*(given.get(place, x) for place, x in enumerate(primals)))
-
+        of = _of_some(function, linear, primals)
         # Where a linear function is differentiated makes no difference.
         _, back = jax.vjp(of, *(ad.instantiate_zeros(ad.Zero(types[place])) for place in linear))
         return tuple(back(tuple(known)))
