@@ -776,8 +776,7 @@ def test_a_mode_for_index_arrays_sees_warm_calls():
     assert Index.seen == 3
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a card, its own rates are read")
-def test_tensors_without_values_may_be_on_a_card_that_is_not_there():
+def test_tensors_without_values_may_be_on_a_card_whether_there_is_one_or_not():
     with FakeTensorMode():
         a, c = torch.empty(300, 2, 64, device="cuda"), torch.empty(8, 64, 48, device="cuda")
         result = planner.contract("nij, q[n]jk -> nik", a, c, q=torch.zeros(300, dtype=torch.long, device="cuda"))

@@ -43,6 +43,7 @@ def conjugated_bytes(
 
 
 def _copies_much(back: Sequence[Step], variables: Sequence[Variable], output_gradient: int) -> bool:
+    """Whether the largest conjugate of a backward program has many more bytes than the output's gradient."""
     factor = _factor_bytes(back, variables, output_gradient)
     return factor > variables[output_gradient].bytes + _MOST_CONJUGATED
 

@@ -40,12 +40,7 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import run_forward, wide_result
-from planner.backends.torch.eager import (
-    MOST_NATIVE_SECONDS,
-    MOST_SMALL_SECONDS,
-    NATIVE,
-    compile_native,
-)
+from planner.backends.torch.eager import MOST_NATIVE_SECONDS, MOST_SMALL_SECONDS, NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.indexed_rows import IndexedRun, NativeRun, Reads
