@@ -43,8 +43,9 @@ _MOST_COLUMNS = 9
 _LEAST_ELEMENTS, _MOST_TERMS, _MORE_ROWS = 2**16, 512, 4
 # From so many terms on, a product takes longer than its transpose and a copy of that.
 _LEAST_TERMS = 32
-# MKL is faster if the second factor lies as columns: up to 4 of more than 16 terms took 0.5 to 1.3 of oneDNN's time.
-_MOST_DOTS, _SHORT_DOTS = 4, 16
+# MKL is faster if the second factor lies as columns: up to 4 of more than 16 terms took 0.5 to 1.3 of oneDNN's time,
+# and 3 to 8 of 256 and 512 terms 0.25 to 0.9 on a newer EPYC (AVX-512, torch 2.13, 2026-11-30).
+_MOST_DOTS, _SHORT_DOTS, _LONG_DOTS = 4, 16, 128
 # What is allocated besides matrices, rounded up: by oneDNN 1,536 bytes for each of 700 products of 2 to 11 columns, and
 # 14,400 where torch copies a matrix that is transposed.
 _SCRATCH_BYTES = 2**14
@@ -78,6 +79,13 @@ def _may_be_turned(rows: int, columns: int, terms: int) -> bool:
     return few and is_long and rows * columns <= _MOST_COPIED
 
 
+def _as_dots(b: Tensor) -> bool:
+    """Whether MKL is faster if `b`, or each matrix of it, is the second factor."""
+    terms, columns = b.shape[-2:]
+    few = columns <= _MOST_DOTS or terms >= _LONG_DOTS
+    return few and terms > _SHORT_DOTS and b.stride(-2) == 1
+
+
 def has_few_columns(form: ProductForm) -> bool:
     """Whether `multiply_few` may do otherwise than torch with a product of these sizes, in either order."""
     batch, m, n, k = form.sizes
@@ -109,8 +117,7 @@ def multiply_few(a: Tensor, b: Tensor) -> Tensor:
         return multiply(a, b)
     trains = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     if a.dim() == 2:
-        as_dots = columns <= _MOST_DOTS and terms > _SHORT_DOTS and b.stride(0) == 1
-        by_linear = is_few and a.is_contiguous() and not as_dots
+        by_linear = is_few and a.is_contiguous() and not _as_dots(b)
         if not by_linear and not (a.stride(0) == 1 and _may_be_turned(rows, columns, terms)):
             return torch.mm(a, b)
         if trains:
@@ -119,7 +126,7 @@ def multiply_few(a: Tensor, b: Tensor) -> Tensor:
             return linear(a, b.contiguous().t(), None, "none", [], "")
         return torch.mm(b.t(), a.t()).t().contiguous()
     lie_apart = a.stride(1) != terms  # then oneDNN would copy them
-    if trains or not is_few or a.stride(2) != 1 or (lie_apart and terms < _LEAST_TERMS):
+    if trains or not is_few or a.stride(2) != 1 or (lie_apart and terms < _LEAST_TERMS) or _as_dots(b):
         return torch.bmm(a, b)
     result = a.new_empty((a.shape[0], rows, columns))
     for x, y, into in zip(a, b, result, strict=True):
