@@ -13,7 +13,7 @@ from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, e
 from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, in_memory, neighbours
+from planner.cost.layout import Layout, flattens, in_memory, neighbours
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
@@ -126,23 +126,27 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         batch, m, n, k = form.sizes
         if kind == "matmul":
             parts[-1:] = _sides_work(parts[-1], form, op, device)
-        if kind == "matmul" and 1 in (m, n) and batch > 1 and m * n * k < SMALL_MATRIX and not device.products:
+        vectors, number = has_small_vectors(form), int(m == 1)  # the number of the matrices, if they have vectors
+        if kind == "matmul" and vectors and not device.products:
             parts[-1] = parts[-1]._replace(matrices=0)
-            number = int(m == 1)  # of the matrices
-            lie_as_rows = neighbours(spec.inputs[number], layouts[number], spec) in form.contracted
+            term, layout = spec.inputs[number], layouts[number]
+            lie_as_rows = neighbours(term, layout, spec) in form.contracted
+            lie_as_rows = lie_as_rows or not flattens(term, layout, form.matrices[number], spec)  # copied so
             for_term, for_sum = _AS_ROWS if lie_as_rows else _AS_COLUMNS
             parts.append(Work(seconds=batch * m * n * (k * for_term + for_sum)))
         elif kind == "matmul":
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
-        if kind == "matmul" and any(vectors := scattered_vectors(form, spec, layouts)):
+        if kind == "matmul" and any(scattered := scattered_vectors(form, spec, layouts)):
             # `product_copies` already counts a part of these copies: only the rest is added.
             counted = product_copies(form, spec, layouts)
-            rest = sum(max(0, n - copied) for n, copied in zip(vectors, counted, strict=True))
+            rest = sum(max(0, n - copied) for n, copied in zip(scattered, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
         if kind == "matmul":
-            parts.append(Work(seconds=sum(copy_loops_seconds(number, form, op, device) for number in (0, 1))))
+            for each in (0, 1):
+                in_order = vectors and each == number
+                parts.append(Work(seconds=copy_loops_seconds(each, form, op, device, in_order)))
     layouts = op.layouts or ()
     if kind == "multiply" and device.kind == "cpu":
         alike = len({*spec.inputs}) == 1 and not any(layouts)  # the result lies as both operands do
@@ -185,6 +189,12 @@ def copy_loops_seconds(number: int, form: ProductForm, op: Op, device: Device, i
     order = [axis for group in (batch, *groups) for axis in group]
     seconds = short_run_seconds(order, [term], spec, device, [layout])
     return seconds + scattered_read_seconds(order, term, layout, spec, itemsize(op.dtype), device)
+
+
+def has_small_vectors(form: ProductForm) -> bool:
+    """Whether a product is a batch of small matrices times vectors, which are faster if rows lie as rows."""
+    batch, m, n, k = form.sizes
+    return batch > 1 and 1 in (m, n) and m * n * k < SMALL_MATRIX
 
 
 def row_operand(form: ProductForm, spec: Spec) -> int:

@@ -17,7 +17,13 @@ from torch import Tensor
 from planner.backends.common.elementwise import short_run_seconds
 from planner.backends.common.stock import Product, evaluation, is_swapped, matmul_product
 from planner.backends.common.stock_layout import matrix_copies, product_copies
-from planner.backends.common.stock_rows import VIEW_LAUNCHES, copy_loops_seconds, flat_stock_work, stock_kind
+from planner.backends.common.stock_rows import (
+    VIEW_LAUNCHES,
+    copy_loops_seconds,
+    flat_stock_work,
+    has_small_vectors,
+    stock_kind,
+)
 from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
 from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.transposed import TRANSPOSED
@@ -70,7 +76,7 @@ def copying_ops(op: Op) -> TorchOps:
     for number, (term, layout) in enumerate(zip(op.spec.inputs, op.layouts or (None, None), strict=True)):
         groups, free = form.matrices[number], (form.left, form.right)[number]
         rows = free if (number == 0) != swapped else form.contracted
-        copied = not flattens(term, layout, groups, op.spec)
+        copied = not flattens(term, layout, groups, op.spec) and not has_small_vectors(form)
         turned.append(copied and _innermost(term, layout, form.batch, op.spec) in rows)
     first, second = turned
     return _ops((first, second))
