@@ -149,9 +149,14 @@ def _order_of(find: Callable[[Op], Op | str], op: Op) -> Term | None:
 
 
 def _work(op: Op, ordered: Op, device: Device) -> list[Work]:
-    form = known_product(ordered.spec)
-    views = VIEW_LAUNCHES if not form.contracted or form.batch or len(ordered.spec.output) > 2 else 0
-    return [*flat_stock_work(ordered, device), Work(launches=views)]
+    form, spec = known_product(ordered.spec), ordered.spec
+    views = VIEW_LAUNCHES if not form.contracted or form.batch or len(spec.output) > 2 else 0
+    parts = [*flat_stock_work(ordered, device), Work(launches=views)]
+    if not form.contracted and max(spec.elements[:2]) < spec.elements[-1]:
+        # The larger operand is read again for each element of the other one: 0.43 ms for 0.29 with 32 by 131,072 floats
+        # (one core of an AMD EPYC with AVX-512, torch 2.13, 2026-11-30).
+        parts.append(Work(seconds=op.result_bytes() / device.cache_bandwidth))
+    return parts
 
 
 def _run(op: Op, ordered: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
