@@ -198,14 +198,15 @@ def test_families_of_plans_that_autograd_runs_settle(spec, shapes):
     assert "family" in plan.origin
 
 
-@pytest.mark.parametrize(("positions", "native"), [(300, True), (360, False)])
-def test_classes_in_which_autograd_stops_running_plans_settle(positions, native):
-    """From 2.5 ms on a Function runs the plan, of which autograd would keep copies. Some new sizes took 8 ms."""
+def test_a_class_settles_whose_largest_plans_keep_copies_as_its_smallest_do():
+    """From 2.5 ms on only einsum's own tree is compared with a Function. Some new sizes took 8 ms."""
     forget()
-    operands = [Operand((2, positions, 4, 16), requires_grad=True)] * 2
-    assert "family" in planner.plan("bqhd, bkhd -> bhqk", *operands, backend="torch", device="cpu").origin
+    for positions in (300, 360):
+        operands = [Operand((2, positions, 4, 16), requires_grad=True)] * 2
+        assert "family" in planner.plan("bqhd, bkhd -> bhqk", *operands, backend="torch", device="cpu").origin
     (family,) = (family for family in FAMILIES.values() if family.settled)
-    assert (family.plan.programs.copies is not None) == native == (family.plan.cost.seconds < 2.5e-3)
+    assert family.plan.programs.copies is not None
+    assert family.plan.cost.seconds > 2.5e-3
 
 
 def test_a_plan_as_lean_as_einsum_may_be_run_by_autograd():

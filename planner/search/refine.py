@@ -21,9 +21,8 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
-# The part of the time that the naive tree, which is einsum's own, may take if it needs more than that.
-_WORTH_MEMORY = 0.9
-# The same with index arrays, where the naive tree retains the rows that it takes, and the most that it may retain then.
+# The part of the time that the naive tree may take with index arrays if it needs more than that, because it retains the
+# rows that it takes; and the most that it may retain then.
 _WORTH_TAKEN, _MOST_TAKEN = 0.8, 2**20
 # A long plan of at most so many operands is compared with the naive one, of which autograd would keep copies.
 _MOST_OPERANDS = 4
@@ -83,8 +82,8 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
-    the framework's own einsum, may take what that takes if it saves a tenth of the time; with index arrays a fifth, and
-    it may retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
+    the framework's own einsum, may take what that takes if it saves any time; with index arrays a fifth, and it may
+    retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
     multiplies them, its steps are thought to take no longer, and any time that it saves is enough. In place of a
     long plan comes only the naive one, and only if autograd keeps copies of operands, no more than behind einsum.
 
@@ -129,11 +128,11 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
             if keeps_within(found.cost, most):
                 part = 1.0 if gathers else _WORTH_A_FUNCTION
             elif is_einsum and not gathers:
-                part = _WORTH_MEMORY
+                part = 1.0
             elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
                 part = 1.0 if takes_first else _WORTH_TAKEN
             if is_long:  # the overhead of a Function does not count, but copies that autograd keeps do
-                part = _WORTH_MEMORY if is_einsum and _copies_as_einsum(found.programs, backend) else 0.0
+                part = 1.0 if is_einsum and _copies_as_einsum(found.programs, backend) else 0.0
             if seconds >= part * least:
                 break
             if call_seconds(space.contraction, found) == found.cost.seconds:
