@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
@@ -15,9 +14,7 @@ from planner.language.options import SEARCHES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import least_seconds
-from planner.program.ops import Op
 from planner.program.plan import NAIVE, PlanRecord
-from planner.program.program import Programs
 from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive, lower_bound
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
@@ -28,6 +25,7 @@ from planner.search.refine import (
     order_children,
     prefer_autograd,
     quicken_steps,
+    with_einsum_copies,
     with_row_major_results,
 )
 from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
@@ -37,8 +35,8 @@ from planner.search.stored import remembered
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 _SLACK_BYTES = 2**16
 # Plans of at most so many operands are searched for again, if they take so many times what the search thought, or more
-# memory than einsum.
-_MOST_SEARCHED_AGAIN, _MUCH = 5, 1.1
+# memory than einsum; and compared with the naive tree, if they take this much more.
+_MOST_SEARCHED_AGAIN, _MUCH, _MORE = 5, 1.1, 1.05
 # A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
 _CLEARLY = 1.1
 
@@ -231,49 +229,21 @@ def naive_plan(contraction: Contraction, as_run: bool = False, keeps_copies: boo
     what it gives to `bmm`. Its steps allocate what the framework's own functions do; `as_run` says to count what our
     stock implementations allocate, which may copy more. A naive plan that is run itself keeps no such copies.
     """
-    space = SearchSpace(contraction)
-    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True, as_run=as_run)
-    assert result is not None
-    programs = space.programs(result.tree, lower)
+    found = _naive_candidate(SearchSpace(contraction), as_run)
+    programs = found.programs
     copies_of = load_backend(contraction.backend).einsum_copies
     if keeps_copies and programs.backward is not None and copies_of is not None and not programs.copies:
-        programs = _with_copies(programs, copies_of)
+        programs = with_einsum_copies(programs, copies_of)
     return PlanRecord.of_contraction(
-        contraction, tree=result.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE
+        contraction, tree=found.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE
     )
 
 
-def _with_copies(programs: Programs, copies_of: Callable[[Op], Sequence[int]]) -> Programs:
-    """Return the programs of a naive plan with the copies of operands that autograd keeps."""
-    cost = programs.cost
-    assert programs.backward is not None
-    assert cost.backward is not None
-    wanted = {number for number, gradient in enumerate(programs.gradients) if gradient is not None}
-    kept, steps = 0, []
-    for step in programs.forward.steps:
-        steps.append(dataclasses.replace(step, live_bytes=step.live_bytes + kept))
-        if len(step.inputs) == 2:
-            for variable, other, size in zip(step.inputs, step.inputs[::-1], copies_of(step.op), strict=True):
-                # Of a computed value the copy is kept in place of the value.
-                if other in wanted and programs.variables[variable].base < len(programs.gradients):
-                    kept += size
-        if wanted.intersection(step.inputs):
-            wanted.update(step.outputs)
-    if not kept:
-        return programs
-    back = [dataclasses.replace(step, live_bytes=step.live_bytes + kept) for step in programs.backward.steps]
-    forward_peak = max([step.live_bytes for step in steps])
-    backward_peak = cost.backward.peak_bytes + kept
-    retained = cost.retained_bytes + kept
-    return dataclasses.replace(
-        programs,
-        forward=dataclasses.replace(programs.forward, steps=tuple(steps), peak_bytes=forward_peak),
-        backward=dataclasses.replace(programs.backward, steps=tuple(back), peak_bytes=backward_peak),
-        cost=PlanCost.of(
-            dataclasses.replace(cost.forward, peak_bytes=forward_peak, retained_bytes=retained),
-            dataclasses.replace(cost.backward, peak_bytes=backward_peak, retained_bytes=retained),
-        ),
-    )
+def _naive_candidate(space: SearchSpace, as_run: bool = True) -> Candidate:
+    """Return the naive tree; `as_run` is as in `naive_plan`."""
+    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True, as_run=as_run)
+    assert result is not None
+    return Candidate(space.programs(result.tree, lower), result.tree, lower, False, NAIVE)
 
 
 class _Found:
@@ -345,9 +315,12 @@ def _best(
     else:
         found.search(objectives)
     best = found.best()
-    if best is not None and _lies_badly(space, best):
-        found.search(ADDITIVE)
-        found.add(with_row_major_results(space, best))
+    if best is not None and _lies_badly(space, best, _MORE):
+        if _lies_badly(space, best, _MUCH):
+            found.search(ADDITIVE)
+            found.add(with_row_major_results(space, best))
+        if not any(space.requires):
+            found.add([_naive_candidate(space)])
         best = found.best()
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
@@ -411,14 +384,14 @@ def _with_slow_ones(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
             yield keep_inputs(space, candidate)
 
 
-def _lies_badly(space: SearchSpace, best: Candidate) -> bool:
-    """Whether a small plan takes much longer than the search thought, which took intermediates to be row-major.
+def _lies_badly(space: SearchSpace, best: Candidate, times: float) -> bool:
+    """Whether a small plan takes so many times what the search thought, which took intermediates to be row-major.
 
     Then another tree may be faster, and searches for other objectives may know it.
     """
     if best.found is None or space.options.minimize != "time" or len(space.operands) > _MOST_SEARCHED_AGAIN:
         return False
-    return best.cost.seconds > _MUCH * _score(space, "time", best.found)
+    return best.cost.seconds > times * _score(space, "time", best.found)
 
 
 def _score(space: SearchSpace, objective: str, result: SearchResult) -> float:
