@@ -16,7 +16,7 @@ from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, flattens, reordered
+from planner.cost.layout import Layout, flattens, in_memory, reordered
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
@@ -175,6 +175,19 @@ def is_turned(op: Op, form: Form) -> bool:
         for entries in (term, (form.gather, *form.left, *form.right), (form.gather, *form.right, *form.left))
     )
     return lies == turned != straight
+
+
+def has_turned_rows(op: Op, form: GroupedForm) -> bool:
+    """Whether the columns of some rows of a grouped product come before their own rows in memory."""
+    given, _ = views_of(op, form)
+    for (term, (rows, inner, last)), layout in zip(given, op.layouts or (None,) * len(given), strict=True):
+        lies, straight, turned = (
+            [entry for entry in entries if entry in op.spec.wide]
+            for entries in (in_memory(term, layout), (*rows, *inner, *last), (*rows, *last, *inner))
+        )
+        if rows != (form.gather,) and lies == turned != straight:
+            return True
+    return False
 
 
 def views_of(op: Op, form: Form, turned: bool = False) -> tuple[Views, Views]:

@@ -138,15 +138,14 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
         if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
-        if kind == "matmul" and any(scattered := scattered_vectors(form, spec, layouts)):
+        if kind == "matmul" and any(apart := scattered_vectors(form, spec, layouts)):
             # `product_copies` already counts a part of these copies: only the rest is added.
             counted = product_copies(form, spec, layouts)
-            rest = sum(max(0, n - copied) for n, copied in zip(scattered, counted, strict=True))
+            rest = sum(max(0, n - copied) for n, copied in zip(apart, counted, strict=True))
             parts.append(Work.of_copies(rest * itemsize(op.dtype)))
         if kind == "matmul":
-            for each in (0, 1):
-                in_order = vectors and each == number
-                parts.append(Work(seconds=copy_loops_seconds(each, form, op, device, in_order)))
+            copies = [copy_loops_seconds(each, form, op, device, vectors and each == number) for each in (0, 1)]
+            parts.append(Work(seconds=sum(copies)))
     layouts = op.layouts or ()
     if kind == "multiply" and device.kind == "cpu":
         alike = len({*spec.inputs}) == 1 and not any(layouts)  # the result lies as both operands do

@@ -18,6 +18,7 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
+    has_turned_rows,
     kernel_rows,
     pool_function,
 )
@@ -72,7 +73,8 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
     (n, i, g, j, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
     # Sorting is over before the results are made; the order stays for the call.
     sourced, pair = form.rows_a != form.gather.axes, isinstance(op, JointGradient)
-    kernel = torch_grouped.scratch_bytes(form.sizes, dtype, sourced, share, pair)
+    turned = has_turned_rows(op, form)
+    kernel = torch_grouped.scratch_bytes(form.sizes, dtype, sourced, share, pair, turned)
     scratch = 8 * n * form.maps + max(8 * (n + g + 1) + kernel, torch_grouping.group_bytes(n, g) - op.result_bytes())
     copied = flattened_bytes(op, form)
     moved = op.bytes_touched() + 2 * copied
