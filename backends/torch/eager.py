@@ -28,7 +28,7 @@ from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import elementwise, transposed
+from planner.backends.torch.products import copied, elementwise, transposed
 from planner.backends.torch.products.batches import has_few_neighbours, has_long_dots, is_intel
 from planner.backends.torch.products.einsum import (
     MOST_LETTERS,
@@ -323,7 +323,7 @@ class _Compiler:
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
-            run = evaluation(transposed.result_ops(op.dtype) if root and self.on_cpu else OPS, spec)
+            run = evaluation(copied.native_ops(op, standins, root) if self.on_cpu else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if (row := self.rows.get(spec)) in BY_ELEMENT:
             if self.chosen is not None and row != MULTIPLY_SUM:

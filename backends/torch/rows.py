@@ -203,6 +203,8 @@ def make_table() -> Table:
         if row.name == "matmul":
             product = with_quick_copies(dataclasses.replace(row, inexact=("cuda",)))
             stock[place : place + 1] = [product, _of_integers(row)]
+        elif row.name == "take, multiply, add":
+            stock[place] = with_quick_copies(row)
     launches = Launches(
         VIEW_LAUNCHES,
         SCATTERED_LAUNCHES,

@@ -26,16 +26,17 @@ from planner.backends.common.stock_rows import (
 )
 from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
 from planner.backends.torch.products.few_columns import few_scratch
-from planner.backends.torch.products.transposed import TRANSPOSED
+from planner.backends.torch.products.transposed import TRANSPOSED, result_ops
+from planner.backends.torch.strides import Strided
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
-from planner.cost.layout import Layout, flattens, neighbours, reordered
+from planner.cost.layout import Layout, flattens, layout_of, neighbours, reordered
 from planner.language.cached import cached_by_step
 from planner.language.derive import swap_with_output
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.calls import PreparedRun, Run
-from planner.program.forms import ProductForm, known_product, product_form
+from planner.program.forms import ProductForm, known_product, product_form, product_of_rows
 from planner.program.implementations import Implementation, Table, form_row
 from planner.program.ops import Einsum, JointGradient, Op
 from planner.program.program import Programs, Step
@@ -68,18 +69,31 @@ def _ops(turned: tuple[bool, bool]) -> TorchOps:
 
 @cached_by_step
 def copying_ops(op: Op) -> TorchOps:
-    """Return what runs a product, and makes its copies in the order of axes in which operands lie in memory."""
-    form = product_form(op.spec)
+    """Return what runs a product, and makes its copies in the order of axes in which operands lie in memory.
+
+    Rows that a step takes first are row-major then.
+    """
+    spec = product_of_rows(op.spec)
+    form = product_form(spec) if len(spec.inputs) == 2 else None
     if form is None or not form.contracted or op.dtype == "bool":
         return OPS
-    swapped, turned = is_swapped(form, op.spec, vectors_first=True), []
-    for number, (term, layout) in enumerate(zip(op.spec.inputs, op.layouts or (None, None), strict=True)):
+    swapped, turned = is_swapped(form, spec, vectors_first=True), []
+    for number, (term, given) in enumerate(zip(spec.inputs, op.layouts or (None, None), strict=True)):
+        layout = given if term == op.spec.inputs[number] else None
         groups, free = form.matrices[number], (form.left, form.right)[number]
         rows = free if (number == 0) != swapped else form.contracted
-        copied = not flattens(term, layout, groups, op.spec) and not has_small_vectors(form)
-        turned.append(copied and _innermost(term, layout, form.batch, op.spec) in rows)
+        copied, inner = not flattens(term, layout, groups, spec), _innermost(term, layout, form.batch, spec)
+        if has_small_vectors(form):
+            inner = form.contracted[-1]
+        turned.append(copied and inner in rows)
     first, second = turned
     return _ops((first, second))
+
+
+def native_ops(op: Op, standins: Sequence[Strided], last: bool) -> TorchOps:
+    """Return what runs a product with index arrays as native calls without gradients, perhaps as the last of a plan."""
+    ops = copying_ops(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
+    return result_ops(op.dtype) if last and ops is OPS else ops
 
 
 def _innermost(term: Term, layout: Layout | None, batch: Sequence[str], spec: Spec) -> str | Gather | None:
@@ -96,7 +110,13 @@ def with_quick_copies(row: Implementation) -> Implementation:
         if ops is OPS:
             return row.prepared(op)
         on_card, quick = row.prepared(op), evaluation(ops, op.spec)
-        return lambda inputs, index: (quick(inputs, index, False),) if inputs[0].is_cpu else on_card(inputs, index)
+
+        def run(inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+            if not inputs[0].is_cpu:
+                return on_card(inputs, index)
+            return (quick(inputs, index, bool(op.gathers) and index.may_drop),)
+
+        return run
 
     return dataclasses.replace(row, run=PreparedRun(prepare, any_sizes=True))
 
