@@ -61,7 +61,11 @@ from planner.program.ops import JointGradient, Op, joint_elements
 # these take, measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}
 _SHARE_TIMES = {2: 1.25, 16: 1.8}
-# The same for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
+# MKL multiplies by fewer columns than 12 in proportion: 8 to 14 GFLOP/s by 8 and 9, 2 to 7 by 3 and 4. And how many
+# matrices, as to their time, each group takes, in a product and in both gradients: 0.4 and 0.7 us for 3 x 8 and 8 x 8,
+# where matrices take 0.07 (one core of an AMD EPYC with AVX-512, torch 2.13, 2026-11-30).
+_COLUMN_RATE, _MANY_COLUMNS, _GROUP_MATRICES = 1.25e9, 12, {1: 5, 2: 8}
+# Shares of buffers for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
 _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
 # How many operators, as to their time, each of its functions takes beside its work: 110, 70 and 170 us were measured
@@ -79,9 +83,15 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
     copied = flattened_bytes(op, form)
     moved = op.bytes_touched() + 2 * copied
     in_buffers = (op.products + 1) * n * i * (j + k) * size
+    # The gradient of rows has as many columns as these have. The result, and the gradient of matrices, have k.
+    rates = [
+        min(device.product_rate(*form.sides), _COLUMN_RATE * columns if columns < _MANY_COLUMNS else math.inf)
+        for columns in ((j, k) if op.products > 1 else (k,))
+    ]
     # Rows are gathered, then multiplied, then written, so the times add up. For few rows 110 of torch's operators run,
     # which took 0.75 ms on an Intel Xeon where each takes twice as long as by the preset (torch 2.13, 2026-11-28).
-    seconds = op.flops() / device.product_rate(*form.sides) + device.moving_seconds(moved + in_buffers)
+    multiplying = sum(op.flops() / len(rates) / rate for rate in rates)
+    seconds = multiplying + device.moving_seconds(moved + in_buffers)
     work = Work(
         op.flops(),
         moved=moved + 16 * n,
@@ -89,7 +99,7 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
         scratch=copied + scratch,
         fresh=(op.result_bytes(), copied),
         launches=100,
-        matrices=2 * min(g, n),
+        matrices=_GROUP_MATRICES[op.products] * min(g, n),
         taken=n * (op.products + 2),
         sorted=n,
         seconds=seconds,
