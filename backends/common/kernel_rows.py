@@ -87,6 +87,10 @@ class Kernels:
         chosen: from (a, c, index, source) to the products of rows that are large enough to need no sorted order; None
             if there is no such kernel.
         turns: whether `matmul` and `gradients` take matrices whose columns come before their rows, with `turned=True`.
+        add: adds up products of rows that share a row of the result: from (products, dimensions, dtype) to sums in this
+            dtype. Then `matmul` takes no target, and `wide=True` for products of half types in float32. None if
+            `matmul` adds them up.
+        keep: from (sorted order, key, function) to what the function makes. An order that many calls share may keep it.
     """
 
     ops: ArrayOps
@@ -104,6 +108,8 @@ class Kernels:
     launches: int = 1
     chosen: Callable[..., Any] | None = None
     turns: bool = False
+    add: Callable[[Any, Sequence[int], str], Any] | None = None
+    keep: Callable[[Any, tuple[Any, ...], Callable[[], Any]], Any] = lambda order, key, make: make()
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes, and flatten each group into one dimension."""
@@ -136,15 +142,19 @@ class Kernels:
         """Return each row's flat position over some of the row axes; None if these are all of them."""
         if tuple(rows) == gather.axes:
             return None
-        sizes = shape_in(index, spec, gather.axes)
+        sizes, dims = shape_in(index, spec, gather.axes), tuple([gather.axes.index(axis) for axis in rows])
+        make = partial(self._positions, sizes, dims, like)
+        return self.keep(index.orders.get(gather), ("positions", sizes, dims), make)
+
+    def _positions(self, sizes: Sequence[int], dims: Sequence[int], like: Any) -> Any:
+        """Return the flat position over some dimensions, which rise, of each element of an array."""
         position: Any = 0
-        for dim, axis in enumerate(gather.axes):
-            if axis in rows:
-                shape = [1] * len(gather.axes)
-                shape[dim] = sizes[dim]
-                position = position * sizes[dim] + self.ops.iota(sizes[dim], like).reshape(shape)
-        if not rows:
-            position = self.ops.iota(1, like).reshape([1] * len(gather.axes))
+        for dim in dims:
+            shape = [1] * len(sizes)
+            shape[dim] = sizes[dim]
+            position = position * sizes[dim] + self.ops.iota(sizes[dim], like).reshape(shape)
+        if not dims:
+            position = self.ops.iota(1, like).reshape([1] * len(sizes))
         return self.ops.expand(position, sizes).reshape(-1)
 
     def groups(self, gather: Gather, spec: Spec, index: RangedIndices) -> Any:
@@ -346,6 +356,11 @@ def _run_grouped(
         return kernels.unflats(pair if form.matrix == 1 else pair[::-1], results, op.spec, index)
     a, c = flats if form.matrix == 1 or form.outer else flats[::-1]
     source = kernels.row_map(form.gather, form.rows_a, op.spec, a, index)
+    if form.targets is not None and kernels.add is not None:
+        rows = kernels.matmul(a, c, groups(), source, None, None, wide=True, **options)
+        dims = [dim for dim, axis in enumerate(form.gather.axes) if axis not in form.rows_b]
+        shaped = rows.reshape(*shape_in(index, op.spec, form.gather.axes), *rows.shape[1:])
+        return kernels.unflats([kernels.add(shaped, dims, op.dtype)], results, op.spec, index)
     target = kernels.row_map(form.gather, form.rows_b, op.spec, a, index)
     if form.outer:
         first, second = ((c, target), (a, source)) if turned else ((a, source), (c, target))

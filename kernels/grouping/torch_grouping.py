@@ -88,9 +88,16 @@ class Groups:
                 _made={},
             )
 
-        if inner == 1:
-            return self
-        return make() if self.longest is None else self._kept((inner,), make)
+        return self if inner == 1 else self.kept((inner,), make)
+
+    def kept(self, about: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what many calls read beside the order, such as a table of positions: a prepared index keeps it.
+
+        Args:
+            about: all that it depends on, but for these groups.
+            make: makes it.
+        """
+        return make() if self.longest is None else self._kept(about, make)
 
     def _kept(self, about: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what was made for the current stream before, or make it."""

@@ -23,6 +23,7 @@ from planner.backends.torch.backend import TorchBackend
 from planner.cost.device import H200
 from planner.kernels.grouped_matmul import triton_grouped
 from planner.kernels.grouping import triton_grouping
+from planner.workloads import WORKLOADS
 
 SEED = "nij, q[n]jk -> nik"
 # So that small calls run the kernels too: launches are free, and so is the padding of tiles.
@@ -179,6 +180,27 @@ def convolution():
 
     backward()  # makes tables
     return [str(plan).count("added up"), launches_of(lambda: plan(x, w, **indices)), launches_of(backward)]
+
+
+def experts():
+    """A layer in which each row takes two experts, with prepared index arrays: a call, and its gradients."""
+    workload, found = WORKLOADS["experts"], {}
+    (q,) = workload.indices("torch").values()
+    prepared = planner.group(q, 64)
+    prepared.longest = int(q.flatten().bincount().max())  # no kernel ran here that could tell
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in workload.shapes]
+        operands, gradient = [x.detach() for x in leaves], torch.ones(workload.output_shape, dtype=dtype)
+        forward, training = (planner.plan(workload.spec, *xs, e=prepared, device=H200) for xs in (operands, leaves))
+        result = training(*leaves, e=prepared)
+        runs = (
+            lambda plan=forward, xs=operands: plan(*xs, e=prepared),
+            lambda y=result, xs=leaves, g=gradient: torch.autograd.grad(y, xs, g, retain_graph=True),
+        )
+        for run in runs:  # makes tables
+            run()
+        found[str(dtype).removeprefix("torch.")] = [launches_of(run) for run in runs]
+    return found
 
 
 def seed_sorted():

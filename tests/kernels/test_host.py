@@ -38,7 +38,7 @@ from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, trit
 from planner.kernels.grouping import torch_grouping, triton_grouping, triton_launch  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
-from planner.program.ops import Guard  # noqa: E402
+from planner.program.ops import Einsum, Guard  # noqa: E402
 from planner.testing import Problem  # noqa: E402
 from planner.testing.judgement import Subject  # noqa: E402
 from planner.testing.laws import LAWS  # noqa: E402
@@ -55,7 +55,8 @@ def stand_in():
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
     names = [
-        "seed_prepared", "convolution", "seed_sorted", "replayed", "aligned", "unprepared", "takes", "places", "told",
+        "seed_prepared", "convolution", "experts", "seed_sorted", "replayed", "aligned", "unprepared", "takes",
+        "places", "told",
     ]  # fmt: skip
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -100,6 +101,21 @@ def test_a_convolution_launches_two_kernels(stand_in):
     assert twice == 2
     assert forward == ["product_kernel", "sum_kernel"]
     assert backward == [*forward, "product_kernel", "add_parts_kernel"]
+
+
+def test_a_layer_of_experts_makes_its_tables_once(stand_in):
+    """Which rows an expert reads depends on sizes alone, and results of one row are added up without a sort.
+
+    Gates are multiplied, and rows in another order copied, by torch.
+    """
+    copy_of_rows, products = ["clone", "_unsafe_view"], ["product_kernel"] * 2
+    assert stand_in["experts"] == {
+        "float32": [
+            ["product_kernel", "mul", *copy_of_rows, "sum"],
+            [*products, *copy_of_rows, "mul", "sum", "mul", "sum"],
+        ],
+        "bfloat16": [["product_kernel", "bmm"], [*products, *copy_of_rows, "bmm", "bmm"]],
+    }
 
 
 def test_replayed_calls_read_their_own_arrays(stand_in):
@@ -260,6 +276,40 @@ def test_results_of_a_bad_index_are_nan(card, spec, device, dtype):
     assert of_rows[bad].isnan().all()
     assert torch.equal(of_rows[~bad], wanted[0][~bad])
     assert of_matrices.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("nsj, q[ns]jk -> nk", ((5, 3), (5, 3))), ("snj, q[sn]jk -> nk", ((3, 5), (3, 5))),
+        ("stj, q[snt]jk -> nk", ((2, 3), (2, 5, 3))),
+    ],
+)  # fmt: skip
+def test_sums_of_products_are_nan_where_an_index_was_bad(card, spec, shapes, dtype):
+    """A product that is added up makes its row of the result NaN, and no other row."""
+    random, groups, table = np.random.default_rng(0), 4, load_backend("torch").table
+    rows, matrices = random.integers(-2, 3, (*shapes[0], 7)), random.integers(-2, 3, (groups, 7, 6))
+    q = random.integers(-groups, groups, shapes[1])
+    operands = [torch.from_numpy(x).to(dtype) for x in (rows, matrices)]
+    plan = planner.plan(spec, *operands, q=torch.from_numpy(q), device=H200)
+    op = Einsum(plan.resolved.spec, str(dtype).removeprefix("torch."))
+
+    def run(index):
+        (found,) = table.run("grouped matmul, Triton", op, operands, Executable(plan, table).prepare({"q": index}))
+        assert found.dtype == dtype
+        return found.double().numpy()
+
+    expected, prepared = planner.contract(spec, rows, matrices, q=q), planner.group(torch.from_numpy(q), groups)
+    for index in (torch.from_numpy(q), prepared, prepared):
+        assert np.array_equal(run(index), expected)
+    row, axis = 2, spec[spec.index("[") :].index("n") - 1
+    q[tuple(row if d == axis else 1 for d in range(q.ndim))] = groups
+    found = run(torch.from_numpy(q))
+    assert np.isnan(found[row]).all()
+    assert np.array_equal(np.delete(found, row, 0), np.delete(expected, row, 0))
+    with pytest.raises(planner.IndexRangeError):
+        planner.synchronize()
 
 
 def test_sums_over_groups_are_nan_if_an_index_was_bad(card):

@@ -27,7 +27,7 @@ from planner.backends.common.kernel_rows import (
     kernel_rows,
     pool_function,
 )
-from planner.backends.torch.ops import OPS
+from planner.backends.torch.ops import OPS, torch_dtype
 from planner.backends.torch.products.einsum import copied_form
 from planner.cost.device import PARTS_SHARE, Device
 from planner.cost.figures import Work
@@ -149,8 +149,8 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
     if form.targets is not None:
-        # The products of rows are added up in the order of their targets, which needs a second sort.
-        tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
+        # The products of rows are in memory, of half types in float32, and so are their sums.
+        tables += n * i * k * max(4, size) + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = pair and covers_pair(j, k, size, _precision(op.dtype, k, device, True))
     # A card that multiplies float32 in float64 may be planned for under another name.
     may_fuse = pair and op.dtype == "float32" and device.capability in (0, 90) and covers_pair(j, k, size, "float64")
@@ -161,7 +161,8 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
         moved += n * i * k * size  # the output's gradient is read twice
     if form.targets is not None:
         moved += 2 * n * i * k * max(4, size)  # products of rows are written, and read where they are added up
-    kernels = op.products - fused + (form.outer or pair) + 2 * (form.targets is not None)
+    kernels = op.products - fused + (form.outer or pair)
+    sums = (1 + (size < 4)) * (form.targets is not None)  # by an operator of torch, and a cast
     return [
         Work(
             op.flops(),
@@ -169,9 +170,9 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
             moved,
             copied,
             copied + tables + parts,
-            launches=kernels,
+            launches=kernels + sums,
             kernels=kernels,
-            sorted=n * (1 + (form.targets is not None)),
+            sorted=n,
         )
     ]
 
@@ -232,7 +233,20 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         label=label,
         launches=LAUNCHES,
         chosen=kernel_function("grouped_matmul.triton_grouped", "chosen_matmul", **tiled),
+        add=_add,
+        keep=keep,
     )
+
+
+def _add(products: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
+    """Add products up along some dimensions, in their own dtype."""
+    sums, wanted = OPS.sum(products, dims), torch_dtype(dtype)
+    return sums if sums.dtype == wanted else sums.to(wanted)
+
+
+def keep(order: torch_grouping.Groups | None, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Return what a prepared index array keeps from an earlier call with an equal key, or make it."""
+    return make() if order is None else order.kept(key, make)
 
 
 def _find_strided(op: Op) -> ProductForm | str:
