@@ -110,13 +110,17 @@ def widen_operands(
     sizes = spec.by_axis
     terms, values = list(spec.inputs), list(operands)
     for gather, rows in index.items():
-        if not occurs(rows == gather.size):
-            continue
+        lacking = {}
         for number, term in enumerate(terms):
             missing = tuple(axis for axis in dict.fromkeys(gather.axes) if axis not in term)
-            if gather not in term and missing and not finite(values[number]):
+            if gather not in term and missing:
+                lacking[number] = missing
+        if not lacking or not occurs(rows == gather.size):  # to look at values takes time, and a card is waited for
+            continue
+        for number, missing in lacking.items():
+            if not finite(values[number]):
                 values[number] = ops.expand(values[number], [*(sizes[axis] for axis in missing), *values[number].shape])
-                terms[number] = (*missing, *term)
+                terms[number] = (*missing, *terms[number])
     if tuple(terms) == spec.inputs:
         return None
     return dataclasses.replace(spec, inputs=tuple(terms)), values

@@ -203,6 +203,26 @@ def experts():
     return found
 
 
+def dropping():
+    """Calls that drop rows, and their backward passes. The index arrays are prepared."""
+    found, q = {}, torch.arange(4096) % 65
+    prepared = planner.group(q, 64, index_mode="drop")
+    prepared.longest = 64  # no kernel ran here that could tell
+    for spec, *shapes in ((SEED, (4096, 1, 64), (64, 64, 64)), ("q[n]d -> nd", (64, 64))):
+        leaves = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        plan = planner.plan(spec, *leaves, q=prepared, index_mode="drop", device=H200)
+        result = plan(*leaves, q=prepared)
+        gradient = torch.ones(result.shape)
+        runs = (
+            lambda plan=plan, xs=leaves: plan(*xs, q=prepared),
+            lambda y=result, xs=leaves, g=gradient: torch.autograd.grad(y, xs, g, retain_graph=True),
+        )
+        for run in runs:  # makes tables
+            run()
+        found[spec] = [launches_of(run) for run in runs]
+    return found
+
+
 def seed_sorted():
     a, c, q = operands(512, 8, 16)
     found = {}

@@ -55,8 +55,8 @@ def stand_in():
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
     names = [
-        "seed_prepared", "convolution", "experts", "seed_sorted", "replayed", "aligned", "unprepared", "takes",
-        "places", "told",
+        "seed_prepared", "convolution", "experts", "dropping", "seed_sorted", "replayed", "aligned", "unprepared",
+        "takes", "places", "told",
     ]  # fmt: skip
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -116,6 +116,14 @@ def test_a_layer_of_experts_makes_its_tables_once(stand_in):
         ],
         "bfloat16": [["product_kernel", "bmm"], [*products, *copy_of_rows, "bmm", "bmm"]],
     }
+
+
+def test_dropped_rows_of_a_prepared_index_are_masked_without_a_look(stand_in):
+    """`launches_of` lets nothing wait for the device. No operand lacks the row's axis, so none has to be repeated."""
+    mask = ["lt", "full", "where"]
+    product, take = stand_in["dropping"].values()
+    assert product == [["product_kernel", *mask * 2], ["product_kernel"] * 2 + mask * 3]
+    assert take == [["take_kernel", *mask], [*mask * 2, "full", "where", "new_zeros", "index_add_"]]
 
 
 def test_replayed_calls_read_their_own_arrays(stand_in):
