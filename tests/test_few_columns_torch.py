@@ -43,10 +43,15 @@ def integers(*shape, grad=False):
 @st.composite
 def matrices(draw):
     """Sizes of a product with 1 to 17 columns, with about as many elements as the calls ask for."""
-    columns, terms = draw(st.integers(1, 17)), draw(st.sampled_from((1, 2, 5, 16, 36, 64, 512, 513)))
-    least = draw(st.sampled_from((2**14, 2**16)))
-    rows = max(1, least // terms + draw(st.sampled_from((-1, 0, 1, 500))))
-    return draw(st.sampled_from(((), (), (2,)))), rows, columns, terms
+    columns, terms = draw(st.integers(1, 17)), draw(st.sampled_from((1, 2, 5, 16, 36, 64, 256, 257, 512, 513)))
+    least, lead = draw(st.sampled_from((2**14, 2**16))), draw(st.sampled_from(((), (), (2,), (16,), (500,))))
+    rows = max(1, least // terms // (lead[0] if lead and draw(st.booleans()) else 1))
+    return (
+        lead,
+        max(1, rows + draw(st.sampled_from((-1, 0, 1, 500)))) if lead != (500,) else min(rows, 99),
+        columns,
+        terms,
+    )
 
 
 @settings(max_examples=examples(60, 1_000))
@@ -85,13 +90,21 @@ def test_they_take_the_memory_that_the_price_says(sizes, turned, second_turned):
         assert price.cost.scratch_bytes >= few_scratch(known_product(op.spec), "float32")
 
 
-SHAPES = [((4096, 16), (16, 5)), ((8, 2048, 36), (8, 36, 9)), ((2048, 64), (64, 8))]
+SHAPES = [((4096, 16), (16, 5)), ((8, 512, 300), (8, 300, 9)), ((2048, 64), (64, 8))]
 
 
 @pytest.mark.parametrize(("a", "b"), SHAPES)
 def test_one_dnn_multiplies(a, b, on_amd):
     assert torch.equal(multiply_few(x := integers(*a), y := integers(*b)), torch.matmul(x, y))
     assert on_amd
+
+
+def test_batches_are_multiplied_as_their_transposes_some_at_a_time(monkeypatch):
+    multiplied, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda x, y: multiplied.append((*x.shape, y.shape[2])) or bmm(x, y))
+    a, b = integers(200, 512, 36), integers(200, 36, 9)
+    assert torch.equal(multiply_few(a, b), bmm(a, b))
+    assert multiplied == [(56, 9, 36, 512)] * 3 + [(32, 9, 36, 512)]  # 2^18 elements of the result at most
 
 
 @pytest.mark.parametrize(("a", "b"), SHAPES)
@@ -125,7 +138,7 @@ def test_gradients_have_gradients():
     [
         ("ij,jk,kl->il", [(8192, 16), (16, 16), (16, 5)]),
         ("zij,jk->zik", [(64, 256, 16), (16, 5)]),
-        ("cbk,cb,ckn->cbn", [(4, 4096, 32), (4, 4096), (4, 32, 7)]),
+        ("cbk,cb,ckn->cbn", [(4, 1024, 300), (4, 1024), (4, 300, 7)]),
     ],
 )
 def test_plans_use_them(spec, shapes, grads, on_amd):
