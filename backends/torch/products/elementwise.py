@@ -14,7 +14,7 @@ from planner.backends.common.stock import Product
 from planner.backends.common.stock_rows import SCATTERED_LAUNCHES, VIEW_LAUNCHES
 from planner.backends.torch.contexts.modes import usual
 from planner.backends.torch.ops import viewing
-from planner.backends.torch.products.einsum import refuses_partial_sums
+from planner.backends.torch.products.einsum import refuses_partial_sums, with_doubt
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
@@ -196,7 +196,7 @@ def _slices_work(op: Op, found: tuple[str, int], device: Device) -> list[Work]:
     inside = 2 * wide / device.cache_bandwidth  # what is written to the cache and read from it
     launches = views.launches + count * _SLICE_LAUNCHES
     product = Work(op.flops(), moved=op.bytes_touched(), scratch=scratch, fresh=(result,), launches=launches)
-    return [product, views._replace(launches=0), Work(seconds=inside)]
+    return with_doubt([product, views._replace(launches=0), Work(seconds=inside)], device)
 
 
 def _run_slices(op: Op, found: tuple[str, int], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from planner.backends.common.stock_rows import VIEW_LAUNCHES, small_matrix_secon
 from planner.backends.torch.cuda.stock import batch_seconds
 from planner.backends.torch.ops import OPS
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
-from planner.backends.torch.products.einsum import copied_form, least_of_product, refuses_partial_sums
+from planner.backends.torch.products.einsum import copied_form, least_of_product, refuses_partial_sums, with_doubt
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, reordered, without
@@ -176,7 +176,8 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     if device.kind == "cpu":
         product = product._replace(scratch=wide + dot_scratch(form, op.dtype))
         others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
-    return [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
+    parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
+    return with_doubt(parts, device) if device.kind == "cpu" else parts
 
 
 def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
