@@ -176,7 +176,7 @@ def test_a_loop_that_is_as_lean_as_einsum_and_faster_is_found_in_families_too():
     """Without a loop the fastest plan needs more memory than einsum, and what needs no more takes twice as long."""
     plan = planner.plan("nij, q[n]jk -> nik", (20_000, 2, 8), (6, 8, 4), q=(20_000,), backend="torch", device="cpu")
     assert plan.loop is not None
-    assert plan.cost.seconds < 0.7 * plan.naive_cost.seconds
+    assert plan.cost.seconds < 0.8 * plan.naive_cost.seconds
     assert plan.cost.peak_bytes <= plan.naive_cost.peak_bytes
 
 

@@ -85,7 +85,7 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
     in_buffers = (op.products + 1) * n * i * (j + k) * size
     # The gradient of rows has as many columns as these have. The result, and the gradient of matrices, have k.
     rates = [
-        min(device.product_rate(*form.sides), _COLUMN_RATE * columns if columns < _MANY_COLUMNS else math.inf)
+        min(device.product_rate(*form.sides), _COLUMN_RATE * max(1, columns) if columns < _MANY_COLUMNS else math.inf)
         for columns in ((j, k) if op.products > 1 else (k,))
     ]
     # Rows are gathered, then multiplied, then written, so the times add up. For few rows 110 of torch's operators run,

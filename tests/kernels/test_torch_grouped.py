@@ -92,3 +92,8 @@ def test_steps_with_such_rows_count_what_they_take():
     assert has_turned_rows(straight, form)
     row = load_backend("torch").table.rows[step.choice.lowering]
     assert row.cost(straight, plan.device).scratch_bytes > row.cost(step.op, plan.device).scratch_bytes
+
+
+def test_products_without_columns_have_a_price():
+    plan = planner.plan("nij, q[n]jk -> nik", (2, 2, 2), (2, 2, 0), q=(2,), backend="torch", minimize="peak")
+    assert plan.cost.flops == 0
