@@ -18,7 +18,7 @@ from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_r
 from planner.kernels.grouping.triton_grouping import Tasks
 from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
-from planner.kernels.tiled_product.triton_arithmetic import precision
+from planner.kernels.tiled_product.triton_arithmetic import capability_of, precision
 from planner.kernels.tiled_product.triton_axes import (
     Axis,
     Grouping,
@@ -105,7 +105,8 @@ def grouped_gradients(
     plan: tuple[Any, ...] = ()
     one_walk = covers_pair(j, k, a.element_size(), how)
     if one_walk:
-        tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
+        each = max(1, n * i // max(1, groups.size))
+        tiles = tiles_of("pair", j, k, each, a.element_size(), how, False, tiling, capability_of(a))
         tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
     else:
         tiles, table = _plan_rows(gout, groups, i, j, k, how, tiling)
@@ -130,7 +131,7 @@ def grouped_gradients(
 def _plan_rows(x: Tensor, groups: Groups, i: int, n: int, k: int, how: str, tiling: str) -> tuple[Tiles, Tensor]:
     """Return the tiles in which rows `x` are multiplied with matrices `(k, n)`, and the table of tasks."""
     each = max(1, groups.rows * i // max(1, groups.size))
-    tiles = tiles_of("rows", each, n, k, x.element_size(), how, False, tiling)
+    tiles = tiles_of("rows", each, n, k, x.element_size(), how, False, tiling, capability_of(x))
     return tiles, groups.tasks(i, tiles.m * tiles.chunk, _drops(groups) > 0, False).table
 
 
@@ -140,7 +141,7 @@ def _plan_terms(
     """Return how products `(m, n)` of rows are summed, in which tiles, and the tasks."""
     each = max(1, groups.rows * i // max(1, groups.size))
     how = precision(x, each)
-    tiles = tiles_of("terms", m, n, each, x.element_size(), how, tables, tiling)
+    tiles = tiles_of("terms", m, n, each, x.element_size(), how, tables, tiling, capability_of(x))
     return how, tiles, groups.tasks(i, tiles.k * tiles.chunk, False, True)
 
 
@@ -319,7 +320,7 @@ def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str =
     x = operands[0].x
     tables = any(axis.table is not None for operand in operands for axis in operand[1:])
     how = precision(x, k, mode != "plain")
-    return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling), how
+    return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling, capability_of(x)), how
 
 
 def _launch(

@@ -1,8 +1,8 @@
 """Tiles that were measured on a card, in place of those that `triton_tiles.tiles_of` chooses from sizes alone.
 
 ``python -m planner.bench.card --adopt FOLDER`` writes `tiles.json` beside this module: for each compute capability, the
-fastest tiles by *bucket*. A bucket is a choice's arguments, with sizes rounded up to powers of two. Tiles depend on
-nothing else, so equal calls on equal cards still run equal programs.
+fastest tiles by *bucket*. A bucket is a choice's other arguments, with sizes rounded up to powers of two. Tiles depend
+on nothing else, so equal calls on equal cards still run equal programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bucket_of(arguments: Mapping[str, Any]) -> str:
     rounded = {
         name: 1 << max(0, value - 1).bit_length() if name in ("m", "n", "k") else value
         for name, value in arguments.items()
-        if name != "tiling"
+        if name not in ("tiling", "capability")
     }
     return " ".join(f"{name}={value}" for name, value in rounded.items())
 

@@ -59,6 +59,11 @@ def precision(x: torch.Tensor, terms: int, grouped: bool = True) -> str:
     return "ieee" if _IEEE or (asked == "ieee" and best == "bf16x6") else best
 
 
+def capability_of(x: torch.Tensor) -> int:
+    """Return the compute capability of a tensor's card, times ten; 0 on AMD and in Triton's interpreter."""
+    return _tensor_cores(x.device)[0]
+
+
 @functools.cache
 def _tensor_cores(device: torch.device) -> tuple[int, bool, str]:
     """Return the compute capability of an NVIDIA card, times ten, or 0; whether a device rounds to tf32; its name."""

@@ -1,4 +1,4 @@
-"""Tile sizes of products on CUDA; they depend on shapes alone, so equal calls run equal programs."""
+"""Tile sizes of products on CUDA; they depend on shapes and the card, so equal calls run equal programs."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ _LARGEST = {
     ("double", "plain"): Tiles(64, 64, 16, warps=8, stages=3),
     ("double", "terms"): Tiles(32, 64, 16, warps=8),
 }
+# In place of these on some cards, by the major number of the compute capability. On consumer Blackwell larger tiles
+# spill 8 bytes in Triton 3.6 and 3.9; and float64 is 64 times as slow as float32 there, whatever its tiles are.
+_LARGEST_ON = {(12, "double", "rows"): Tiles(32, 32, 16, warps=8)}
 # Products whose tile holds all terms, on tensor cores: the matrix is read once for all rows of a program.
 _ALL_TERMS = {
     ("half", "rows"): Tiles(64, 64, 64, stages=3),
@@ -134,7 +137,15 @@ def covers_pair(j: int, k: int, itemsize: int, precision: str) -> bool:
 
 @measurable
 def tiles_of(
-    mode: str, m: int, n: int, k: int, itemsize: int, precision: str = "ieee", tables: bool = False, tiling: str = ""
+    mode: str,
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    precision: str = "ieee",
+    tables: bool = False,
+    tiling: str = "",
+    capability: int = 0,
 ) -> Tiles:
     """Choose the tiles of a product from `_LARGEST`, smaller where the product is, see docs/benchmarks/triton.md.
 
@@ -147,9 +158,10 @@ def tiles_of(
         precision: how float32 is multiplied, see `triton_arithmetic`.
         tables: whether positions are looked up in tables.
         tiling: "" for the default, or one of `TILINGS`.
+        capability: the compute capability of the card, times ten; 0 on AMD.
     """
     kind = {2: "half", 4: "float" if precision == "ieee" else precision, 8: "double"}[itemsize]
-    most = _LARGEST[kind, mode]
+    most = _LARGEST_ON.get((capability // 10, kind, mode), _LARGEST[kind, mode])
     if k <= 64:
         most = _ALL_TERMS.get((kind, mode), most)
     sides = [most.m, most.n, most.k]

@@ -505,6 +505,27 @@ def test_equal_problems_have_equal_tiles():
         assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
 
 
+@pytest.mark.parametrize(("capability", "columns"), [(0, 64), (86, 64), (90, 64), (100, 64), (120, 32), (121, 32)])
+def test_rows_of_float64_have_small_tiles_where_float64_is_slow(monkeypatch, capability, columns):
+    """On consumer Blackwell, where larger ones spill registers. All else has equal tiles on all cards."""
+    monkeypatch.setattr(triton_arithmetic, "_tensor_cores", lambda device: (capability, True, ""))
+    taken, launch = [], triton_grouped.launch
+    monkeypatch.setattr(
+        triton_grouped, "launch", lambda *given, **named: taken.append(named) or launch(*given, **named)
+    )
+    groups = group_rows(torch.tensor([0] * 30), 1)
+    a, c = (torch.ones(shape, dtype=torch.float64) for shape in ((30, 1, 64), (1, 64, 64)))
+    rows, _ = triton_grouped.grouped_gradients(triton_grouped.grouped_matmul(a, c, groups), a, c, groups)
+    assert torch.equal(rows, torch.full_like(a, 64.0**2))
+    assert [(x["MODE"], x["BLOCK_M"], x["BLOCK_N"]) for x in taken] == [
+        ("rows", 32, columns), ("rows", 32, columns), ("terms", 32, 64)
+    ]  # fmt: skip
+    for mode, itemsize in itertools.product(("rows", "terms", "plain"), (2, 4, 8)):
+        if (mode, itemsize) != ("rows", 8):
+            product = mode, 64, 64, 64, itemsize
+            assert tiles_of(*product, capability=capability) == tiles_of(*product)
+
+
 # Kilobytes of shared memory that a program may have, by card.
 SHARED = {
     "cuda:80": 163, "cuda:86": 99, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "cuda:120": 99,
