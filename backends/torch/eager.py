@@ -342,7 +342,7 @@ class _Compiler:
             if root and not recorded and self.on_cpu and (last := transposed.last_product(op, standins, self.operands)):
                 return last, result
             calls = self._einsum(spec, standins) if recorded and has_slow_gradients(form) else None
-            cut = not recorded and (runs_few(form) or (has_long_dots(form) and is_intel()))
+            cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
             calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(spec, standins))
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)

@@ -111,18 +111,24 @@ def _as_dots(b: Tensor) -> bool:
     return few and terms > _SHORT_DOTS and b.stride(-2) == 1
 
 
-def has_few_columns(form: ProductForm) -> bool:
-    """Whether `multiply_few` may do otherwise than torch with a product of these sizes, in either order."""
+def has_few_columns(form: ProductForm, by_chunks: bool = True) -> bool:
+    """Whether `multiply_few` may do otherwise than torch with a product of these sizes, in either order.
+
+    Args:
+        form: the product.
+        by_chunks: whether batches count that are multiplied as their transposes. One call of torch's einsum may do so
+            without a copy.
+    """
     batch, m, n, k = form.sizes
     return any(
-        _is_few(*sides) or (_may_be_turned(*sides) if batch == 1 else _is_turned_batch(batch, *sides))
+        _is_few(*sides) or (_may_be_turned(*sides) if batch == 1 else by_chunks and _is_turned_batch(batch, *sides))
         for sides in ((m, n, k), (n, m, k))
     )
 
 
-def runs_few(form: ProductForm) -> bool:
-    """Whether `multiply_few` may do otherwise than torch with a product of these sizes on this processor."""
-    return has_few_columns(form) and _linear() is not None
+def runs_few(form: ProductForm, by_chunks: bool = True) -> bool:
+    """Whether `multiply_few` may do otherwise than torch with such a product on this processor."""
+    return has_few_columns(form, by_chunks) and _linear() is not None
 
 
 def few_scratch(form: ProductForm, dtype: str) -> int:
