@@ -44,14 +44,11 @@ def integers(*shape, grad=False):
 def matrices(draw):
     """Sizes of a product with 1 to 17 columns, with about as many elements as the calls ask for."""
     columns, terms = draw(st.integers(1, 17)), draw(st.sampled_from((1, 2, 5, 16, 36, 64, 256, 257, 512, 513)))
-    least, lead = draw(st.sampled_from((2**14, 2**16))), draw(st.sampled_from(((), (), (2,), (16,), (500,))))
-    rows = max(1, least // terms // (lead[0] if lead and draw(st.booleans()) else 1))
-    return (
-        lead,
-        max(1, rows + draw(st.sampled_from((-1, 0, 1, 500)))) if lead != (500,) else min(rows, 99),
-        columns,
-        terms,
-    )
+    lead = draw(st.sampled_from(((), (), (0,), (1,), (2,), (16,), (500,))))
+    rows = draw(st.sampled_from((2**14, 2**16))) // terms + draw(st.sampled_from((-1, 0, 1, 500)))
+    if lead and draw(st.booleans()):
+        rows //= max(1, lead[0])
+    return lead, max(1, min(rows, 99) if lead == (500,) else rows), columns, terms
 
 
 @settings(max_examples=examples(60, 1_000))
@@ -107,7 +104,23 @@ def test_batches_are_multiplied_as_their_transposes_some_at_a_time(monkeypatch):
     assert multiplied == [(56, 9, 36, 512)] * 3 + [(32, 9, 36, 512)]  # 2^18 elements of the result at most
 
 
-@pytest.mark.parametrize(("a", "b"), SHAPES)
+@pytest.mark.parametrize(
+    ("spec", "shapes", "rows"),
+    [
+        ("nij, q[n]jk -> nik", [(1_000, 64, 36), (4, 36, 8)], 1_000),  # taken, then multiplied
+        ("zij, zjk -> zik", [(1, 65_536, 16), (1, 16, 5)], 0),
+        ("nj, jk, k -> n", [(9_000, 9), (9, 8), (8,)], 0),
+    ],
+)
+def test_plans_take_the_memory_that_they_say(spec, shapes, rows):
+    operands = [integers(*shape) for shape in shapes]
+    arrays = {"q": torch.arange(rows) % 4} if rows else {}
+    planner.contract(spec, *operands, **arrays)
+    _, measured = torch_memory(lambda: planner.contract(spec, *operands, **arrays))
+    assert measured.peak_bytes <= planner.plan(spec, *operands, **arrays).cost.peak_bytes
+
+
+@pytest.mark.parametrize(("a", "b"), [*SHAPES, ((200, 512, 36), (200, 36, 9))])
 def test_of_what_others_watch_torch_multiplies(a, b, on_amd):
     a, b = integers(*a), integers(*b)
     with FlopCounterMode(display=False) as counter:

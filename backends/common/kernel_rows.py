@@ -90,7 +90,8 @@ class Kernels:
         add: adds up products of rows that share a row of the result: from (products, dimensions, dtype) to sums in this
             dtype. Then `matmul` takes no target, and `wide=True` for products of half types in float32. None if
             `matmul` adds them up.
-        keep: from (sorted order, key, function) to what the function makes. An order that many calls share may keep it.
+        keep: from (sorted order, key, function) to what the function makes. The order of a prepared index keeps the
+            result.
     """
 
     ops: ArrayOps
@@ -147,7 +148,7 @@ class Kernels:
         return self.keep(index.orders.get(gather), ("positions", sizes, dims), make)
 
     def _positions(self, sizes: Sequence[int], dims: Sequence[int], like: Any) -> Any:
-        """Return the flat position over some dimensions, which rise, of each element of an array."""
+        """Return the flat position of each element of an array over some of its dimensions, in rising order."""
         position: Any = 0
         for dim in dims:
             shape = [1] * len(sizes)
@@ -188,14 +189,17 @@ def is_turned(op: Op, form: Form) -> bool:
 
 
 def has_turned_rows(op: Op, form: GroupedForm) -> bool:
-    """Whether the columns of some rows of a grouped product come before their own rows in memory."""
+    """Whether the columns of some rows of a grouped product may come before their own rows in memory.
+
+    The gradient of the result may be row-major, however a plan expects it to lie.
+    """
     given, _ = views_of(op, form)
     for (term, (rows, inner, last)), layout in zip(given, op.layouts or (None,) * len(given), strict=True):
-        lies, straight, turned = (
+        row_major, lies, straight, turned = (
             [entry for entry in entries if entry in op.spec.wide]
-            for entries in (in_memory(term, layout), (*rows, *inner, *last), (*rows, *last, *inner))
+            for entries in (term, in_memory(term, layout), (*rows, *inner, *last), (*rows, *last, *inner))
         )
-        if rows != (form.gather,) and lies == turned != straight:
+        if rows != (form.gather,) and turned in (lies, row_major) and turned != straight:
             return True
     return False
 

@@ -115,7 +115,7 @@ def widen_operands(
             missing = tuple(axis for axis in dict.fromkeys(gather.axes) if axis not in term)
             if gather not in term and missing:
                 lacking[number] = missing
-        if not lacking or not occurs(rows == gather.size):  # to look at values takes time, and a card is waited for
+        if not lacking or not occurs(rows == gather.size):  # this reads values, and so waits for a card
             continue
         for number, missing in lacking.items():
             if not finite(values[number]):

@@ -61,10 +61,11 @@ from planner.program.ops import JointGradient, Op, joint_elements
 # these take, measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}
 _SHARE_TIMES = {2: 1.25, 16: 1.8}
-# MKL multiplies by fewer columns than 12 in proportion: 8 to 14 GFLOP/s by 8 and 9, 2 to 7 by 3 and 4. And how many
-# matrices, as to their time, each group takes, in a product and in both gradients: 0.4 and 0.7 us for 3 x 8 and 8 x 8,
-# where matrices take 0.07 (one core of an AMD EPYC with AVX-512, torch 2.13, 2026-11-30).
-_COLUMN_RATE, _MANY_COLUMNS, _GROUP_MATRICES = 1.25e9, 12, {1: 5, 2: 8}
+# Without measured classes, a product by fewer columns than 12 is computed at this part of `Device.skinny_rate` for each
+# column: MKL computed 8 to 14 GFLOP/s by 8 and 9 columns, and 2 to 7 by 3 and 4. Each group takes as long as this many
+# matrices of a batch, in a product and in both gradients: 0.4 and 0.7 us with matrices 3 x 8 and 8 x 8, where a matrix
+# of a batch takes 0.07 (one core of an AMD EPYC with AVX-512, torch 2.13, 2026-11-30).
+_COLUMN_SHARE, _MANY_COLUMNS, _GROUP_MATRICES = 0.1, 12, {1: 5, 2: 8}
 # Shares of buffers for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
 _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
@@ -84,10 +85,12 @@ def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list
     moved = op.bytes_touched() + 2 * copied
     in_buffers = (op.products + 1) * n * i * (j + k) * size
     # The gradient of rows has as many columns as these have. The result, and the gradient of matrices, have k.
-    rates = [
-        min(device.product_rate(*form.sides), _COLUMN_RATE * max(1, columns) if columns < _MANY_COLUMNS else math.inf)
-        for columns in ((j, k) if op.products > 1 else (k,))
-    ]
+    rates = []
+    for columns in (j, k) if op.products > 1 else (k,):
+        rate = device.product_rate(*form.sides)
+        if columns < _MANY_COLUMNS and not device.products:
+            rate = min(rate, device.skinny_rate * _COLUMN_SHARE * max(1, columns))
+        rates.append(rate)
     # Rows are gathered, then multiplied, then written, so the times add up. For few rows 110 of torch's operators run,
     # which took 0.75 ms on an Intel Xeon where each takes twice as long as by the preset (torch 2.13, 2026-11-28).
     multiplying = sum(op.flops() / len(rates) / rate for rate in rates)
@@ -243,9 +246,9 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     parts, spec = flat_stock_work(op, device), op.spec
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
         form = known_product(product_of_rows(spec))
-        parts.append(Work(scratch=dot_scratch(form, op.dtype)))
+        parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype)))
         if not spec.gathers:
-            parts.append(Work(scratch=few_scratch(form, op.dtype), seconds=vector_seconds(form, op, device)))
+            parts.append(Work(seconds=vector_seconds(form, op, device)))
     if device.kind == "cuda":
         parts = card_work(parts, op, device)
     if device.kind != "cuda" or is_inexact(op.dtype) or stock_kind(op) not in ("matmul", "take, multiply, add"):

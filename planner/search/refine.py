@@ -25,8 +25,9 @@ _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that the naive tree may take with index arrays if it needs more than that, because it retains the
 # rows that it takes; and the most that it may retain then.
 _WORTH_TAKEN, _MOST_TAKEN = 0.8, 2**20
-# A long plan of at most so many operands is compared with the naive one, of which autograd would keep copies. Of more
-# than two it must take this part of the time, for a product may not be computed in the order in which einsum does.
+# A long plan of at most so many operands is compared with the naive one, of which autograd would keep copies. It must
+# take this part of the time, as short ones must, unless there are two operands: of more, products may be computed in
+# another order than einsum's.
 _MOST_OPERANDS, _WORTH_COPIES = 4, 0.9
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
@@ -84,11 +85,11 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
 
     Small plans may take less time than what a call takes beside its steps. The other candidates are the same tree and
     the naive one, with the steps that autograd runs. They take no more memory, or little; but the naive tree, which is
-    the framework's own einsum, may take what that takes if it saves any time; with index arrays a fifth, and it may
-    retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
+    the framework's own einsum, may take what that takes if it saves a tenth of the time; with index arrays a fifth, and
+    it may retain `_MOST_TAKEN` bytes. If it differs from the candidate only in that rows are taken before the step that
     multiplies them, its steps are thought to take no longer, and any time that it saves is enough. In place of a
     long plan comes only the naive one, and only if autograd keeps copies of operands, no more than behind einsum; of
-    more than two operands if it saves a tenth of the time.
+    two operands if it saves any time.
 
     Args:
         space: the search space.
@@ -131,7 +132,7 @@ def prefer_autograd(space: SearchSpace, best: Candidate, most: Limits | None = N
             if keeps_within(found.cost, most):
                 part = 1.0 if gathers else _WORTH_A_FUNCTION
             elif is_einsum and not gathers:
-                part = 1.0
+                part = _WORTH_COPIES
             elif is_einsum and found.cost.retained_bytes <= _MOST_TAKEN:
                 part = 1.0 if takes_first else _WORTH_TAKEN
             if is_long:  # the overhead of a Function does not count, but copies that autograd keeps do

@@ -114,7 +114,7 @@ def with_quick_copies(row: Implementation) -> Implementation:
         def run(inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
             if not inputs[0].is_cpu:
                 return on_card(inputs, index)
-            return (quick(inputs, index, bool(op.gathers) and index.may_drop),)
+            return (quick(inputs, index, bool(op.gathers) and getattr(index, "may_drop", True)),)
 
         return run
 

@@ -93,14 +93,14 @@ def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
     return batch > 1 and 1 in (m, n) and m * n * k >= SMALL_MATRIX and batch * m * n * k > more_than
 
 
-def with_doubt(parts: list[Work], device: Device) -> list[Work]:
-    """Return what a row does, and a tenth of its time more.
+def with_doubt(parts: list[Work], device: Device, part: float) -> list[Work]:
+    """Return what a row does, and a part of its time more.
 
     It is only chosen if it is predicted to be clearly faster than `torch.einsum`'s own way: of 991 products of public
     models, 29 took more than 1.15 times as long as that in the row that was chosen, and 18 so (one core of an AMD EPYC
     with AVX-512, torch 2.13, 2026-11-30).
     """
-    return [*parts, Work(seconds=0.1 * sum(map(device.work_seconds, parts)))]
+    return [*parts, Work(seconds=part * sum(map(device.work_seconds, parts)))]
 
 
 def has_slow_gradients(form: ProductForm) -> bool:

@@ -196,7 +196,7 @@ def _slices_work(op: Op, found: tuple[str, int], device: Device) -> list[Work]:
     inside = 2 * wide / device.cache_bandwidth  # what is written to the cache and read from it
     launches = views.launches + count * _SLICE_LAUNCHES
     product = Work(op.flops(), moved=op.bytes_touched(), scratch=scratch, fresh=(result,), launches=launches)
-    return with_doubt([product, views._replace(launches=0), Work(seconds=inside)], device)
+    return with_doubt([product, views._replace(launches=0), Work(seconds=inside)], device, 0.1)
 
 
 def _run_slices(op: Op, found: tuple[str, int], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

@@ -63,8 +63,8 @@ _SCRATCH_BYTES = 2**14
 # Products whose rows lie as columns are transposed from so many elements of the first factor on, with so many rows for
 # each column or more, if the result has so many elements or fewer.
 _LEAST_TURNED, _MORE_TURNED, _MOST_COPIED = 2**14, 1.75, 2**14
-# Of batches the first factors have so many elements or more, the sums so many terms or fewer, and so many elements of
-# the result are copied at a time, or those of one matrix.
+# Batches are multiplied as their transposes if the first factors have so many elements or more, and the sums so many
+# terms or fewer. So many elements of the result are computed and copied at a time; of a larger matrix all.
 _LEAST_BATCH, _MOST_BATCH_TERMS, _COPIED_AT_ONCE = 2**14, 256, 2**18
 
 
@@ -132,12 +132,14 @@ def runs_few(form: ProductForm, by_chunks: bool = True) -> bool:
 
 
 def few_scratch(form: ProductForm, dtype: str) -> int:
-    """Return the bytes that `multiply_few` may allocate besides the result: copies of one matrix and of one result."""
+    """Return the bytes that `multiply_few` may allocate besides the result: copies of one matrix, and of results."""
     if dtype != "float32" or not has_few_columns(form):
         return 0
     batch, m, n, k = form.sizes
     weights = min(m, n) * k if _is_few(max(m, n), min(m, n), k) else 0
-    copied = m * n * _copied_at_once(batch, m, n) if batch > 1 or m * n <= _MOST_COPIED else 0
+    copied = m * n if batch > 1 or m * n <= _MOST_COPIED else 0
+    if _is_turned_batch(batch, max(m, n), min(m, n), k):
+        copied *= _copied_at_once(batch, m, n)
     return _SCRATCH_BYTES + itemsize(dtype) * (weights + copied)
 
 
@@ -147,30 +149,45 @@ def multiply_few(a: Tensor, b: Tensor) -> Tensor:
     (rows, terms), columns, linear = a.shape[-2:], b.shape[-1], _linear()
     if linear is None or not (2 <= columns <= _MOST_COLUMNS and a.dtype == b.dtype == torch.float32 and a.is_cpu):
         return multiply(a, b)
-    is_few, sides = _is_few(rows, columns, terms), (rows, columns, terms)
-    may_be_turned = _may_be_turned(*sides) if a.dim() == 2 else _is_turned_batch(a.shape[0], *sides)
-    if not (is_few or may_be_turned) or not (usual(a, b) and torch._C._get_mkldnn_enabled()):
+    sides, batch = (rows, columns, terms), 1 if a.dim() == 2 else a.shape[0]
+    is_few, may_be_turned = _is_few(*sides), batch == 1 and _may_be_turned(*sides)
+    by_chunks = _is_turned_batch(batch, *sides)
+    if not (is_few or may_be_turned or by_chunks) or not (usual(a, b) and torch._C._get_mkldnn_enabled()):
         return multiply(a, b)
     trains = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if a.dim() == 2:
-        by_linear = is_few and a.is_contiguous() and not _as_dots(b)
-        if not by_linear and not (a.stride(0) == 1 and may_be_turned):
-            return torch.mm(a, b)
-        if trains:
-            return _FewColumns.apply(a, b)
-        if by_linear:
-            return linear(a, b.contiguous().t(), None, "none", [], "")
-        return torch.mm(b.t(), a.t()).t().contiguous()
-    lie_apart = a.stride(1) != terms  # then oneDNN would copy them
-    if trains or a.stride(2) != 1 or _as_dots(b) or (lie_apart and not may_be_turned):
-        return torch.bmm(a, b)
-    result = a.new_empty((a.shape[0], rows, columns))
-    at_once = _copied_at_once(*result.shape) if may_be_turned else 1
+    if a.dim() == 3:
+        lies_apart = a.stride(2) != 1 or a.stride(1) != terms  # then oneDNN would copy the matrices
+        if trains or a.stride(2) != 1 or not batch:
+            return torch.bmm(a, b)
+        if batch == 1:
+            return multiply_few(a[0], b[0]).unsqueeze(0)
+        if _as_dots(b) or (lies_apart and not by_chunks):
+            return torch.bmm(a, b)
+        return _by_chunks(a, b) if by_chunks else _one_by_one(a, b, linear)
+    by_linear = is_few and a.is_contiguous() and not _as_dots(b)
+    if not by_linear and not (a.stride(0) == 1 and may_be_turned):
+        return torch.mm(a, b)
+    if trains:
+        return _FewColumns.apply(a, b)
+    if by_linear:
+        return linear(a, b.contiguous().t(), None, "none", [], "")
+    return torch.mm(b.t(), a.t()).t().contiguous()
+
+
+def _by_chunks(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply batches of matrices as their transposes, some at a time, and copy the results."""
+    result = a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+    at_once = _copied_at_once(*result.shape)
     for x, y, into in zip(a.split(at_once), b.split(at_once), result.split(at_once), strict=True):
-        if may_be_turned:
-            into.copy_(torch.bmm(y.mT, x.mT).mT)
-        else:
-            into.copy_(linear(x[0], y[0].contiguous().t(), None, "none", [], ""))
+        into.copy_(torch.bmm(y.mT, x.mT).mT)
+    return result
+
+
+def _one_by_one(a: Tensor, b: Tensor, linear: Any) -> Tensor:
+    """Multiply batches of matrices by oneDNN."""
+    result = a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+    for x, y, into in zip(a, b, result, strict=True):
+        into.copy_(linear(x, y.contiguous().t(), None, "none", [], ""))
     return result
 
 

@@ -20,6 +20,7 @@ from planner.backends.torch.cuda.stock import batch_seconds
 from planner.backends.torch.ops import OPS
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.einsum import copied_form, least_of_product, refuses_partial_sums, with_doubt
+from planner.backends.torch.products.few_columns import few_scratch
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, reordered, without
@@ -174,10 +175,10 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
                    seconds=batch_seconds(device, read + wide, batch))  # fmt: skip
     others = 0.0
     if device.kind == "cpu":
-        product = product._replace(scratch=wide + dot_scratch(form, op.dtype))
+        product = product._replace(scratch=wide + dot_scratch(form, op.dtype) + few_scratch(form, op.dtype))
         others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
     parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
-    return with_doubt(parts, device) if device.kind == "cpu" else parts
+    return with_doubt(parts, device, 0.05) if device.kind == "cpu" else parts
 
 
 def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
