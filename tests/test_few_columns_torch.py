@@ -82,9 +82,9 @@ def test_they_take_the_memory_that_the_price_says(sizes, turned, second_turned):
     b = integers(*lead, columns, terms).mT if second_turned else integers(*lead, terms, columns)
     op = Einsum(planner.resolve("zij,zjk->zik" if lead else "ij,jk->ik", a, b), "float32")
     found, measured = torch_memory(lambda: multiply_few(a, b))
-    assert measured.peak_bytes <= found.nbytes + few_scratch(known_product(op.spec), "float32")
+    assert measured.peak_bytes <= found.nbytes + few_scratch(known_product(op.spec), "float32", op.spec)
     if price := load_backend("torch").table.price("matmul", op, CPU):  # of sizes of 1 some are products by element
-        assert price.cost.scratch_bytes >= few_scratch(known_product(op.spec), "float32")
+        assert price.cost.scratch_bytes >= few_scratch(known_product(op.spec), "float32", op.spec)
 
 
 SHAPES = [((4096, 16), (16, 5)), ((8, 512, 300), (8, 300, 9)), ((2048, 64), (64, 8))]

@@ -245,8 +245,9 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     """Return what the stock evaluation does. On a card it multiplies integers by `multiply_and_sum`."""
     parts, spec = flat_stock_work(op, device), op.spec
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
-        form = known_product(product_of_rows(spec))
-        parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype)))
+        inner = product_of_rows(spec)
+        form = known_product(inner)
+        parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, inner)))
         if not spec.gathers:
             parts.append(Work(seconds=vector_seconds(form, op, device)))
     if device.kind == "cuda":

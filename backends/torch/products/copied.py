@@ -332,7 +332,7 @@ def _gradients(op: Op, order: Term) -> tuple[Einsum, Einsum]:
 def _work(op: Op, order: Term, device: Device) -> list[Work]:
     (one, other), size = _gradients(op, order), itemsize(op.dtype) * op.spec.elements[-1]
     first, second = (
-        [*flat_stock_work(each, device), Work(scratch=few_scratch(known_product(each.spec), op.dtype))]
+        [*flat_stock_work(each, device), Work(scratch=few_scratch(known_product(each.spec), op.dtype, each.spec))]
         for each in (one, other)
     )
     # While the first gradient is computed, the second is not yet there.

@@ -42,10 +42,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.stock import SMALL_MATRIX
+from planner.backends.common.stock import SMALL_MATRIX, is_swapped
 from planner.backends.torch.contexts.modes import usual
 from planner.cost.rates import cpu_name
 from planner.language.dtypes import itemsize
+from planner.language.spec import Spec
 from planner.program.forms import ProductForm
 
 _MOST_COLUMNS = 9
@@ -131,14 +132,20 @@ def runs_few(form: ProductForm, by_chunks: bool = True) -> bool:
     return has_few_columns(form, by_chunks) and _linear() is not None
 
 
-def few_scratch(form: ProductForm, dtype: str) -> int:
-    """Return the bytes that `multiply_few` may allocate besides the result: copies of one matrix, and of results."""
+def few_scratch(form: ProductForm, dtype: str, spec: Spec) -> int:
+    """Return the bytes that `multiply_few` may allocate besides the result: copies of one matrix, and of results.
+
+    Args:
+        form: the product.
+        dtype: the dtype of the operands.
+        spec: its spec, which tells the first factor.
+    """
     if dtype != "float32" or not has_few_columns(form):
         return 0
     batch, m, n, k = form.sizes
     weights = min(m, n) * k if _is_few(max(m, n), min(m, n), k) else 0
     copied = m * n if batch > 1 or m * n <= _MOST_COPIED else 0
-    if _is_turned_batch(batch, max(m, n), min(m, n), k):
+    if _is_turned_batch(batch, *((n, m) if is_swapped(form, spec) else (m, n)), k):
         copied *= _copied_at_once(batch, m, n)
     return _SCRATCH_BYTES + itemsize(dtype) * (weights + copied)
 

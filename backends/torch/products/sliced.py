@@ -175,7 +175,8 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
                    seconds=batch_seconds(device, read + wide, batch))  # fmt: skip
     others = 0.0
     if device.kind == "cpu":
-        product = product._replace(scratch=wide + dot_scratch(form, op.dtype) + few_scratch(form, op.dtype))
+        scratch = dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, spec)
+        product = product._replace(scratch=wide + scratch)
         others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
     parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
     return with_doubt(parts, device, 0.05) if device.kind == "cpu" else parts
