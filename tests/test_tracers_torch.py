@@ -393,7 +393,7 @@ def test_a_compiled_call_keeps_what_an_eager_call_keeps():
         return planner.contract("nij, q[n]jk, kl -> nil", x, c, w, q=q)
 
     made = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (4000, 4800, 16_000):  # with a thousand rows autograd runs the plan, and keeps a product
+    for n in (8000, 9600, 32_000):  # with 4,000 rows autograd runs the plan, and keeps a product
         arrays = leaves(integers(n, 8, 3), integers(n, high=7), integers(7, 3, 9), integers(9, 4))
         kept = saved_bytes(made, arrays)
         # A compiled call may keep an index array in range in place of the given one.
