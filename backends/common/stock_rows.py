@@ -131,7 +131,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts[-1] = parts[-1]._replace(matrices=0)
             term, layout = spec.inputs[number], layouts[number]
             lie_as_rows = neighbours(term, layout, spec) in form.contracted
-            lie_as_rows = lie_as_rows or not flattens(term, layout, form.matrices[number], spec)  # copied so
+            lie_as_rows = lie_as_rows or not flattens(term, layout, form.matrices[number], spec)  # a copy makes rows
             for_term, for_sum = _AS_ROWS if lie_as_rows else _AS_COLUMNS
             parts.append(Work(seconds=batch * m * n * (k * for_term + for_sum)))
         elif kind == "matmul":

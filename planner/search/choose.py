@@ -34,8 +34,8 @@ from planner.search.stored import remembered
 
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 _SLACK_BYTES = 2**16
-# Plans of at most so many operands are searched for again, if they take so many times what the search thought, or more
-# memory than einsum; and compared with the naive tree, if they take this much more.
+# Plans of at most so many operands are searched for again if they take more memory than einsum, or `_MUCH` times what
+# the search predicted. From `_MORE` times on they are compared with the naive tree.
 _MOST_SEARCHED_AGAIN, _MUCH, _MORE = 5, 1.1, 1.05
 # A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
 _CLEARLY = 1.1
