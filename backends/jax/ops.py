@@ -87,22 +87,29 @@ class JaxOps:
 class _TakingOps(JaxOps):
     """The same, but a row at an index out of range is NaN. XLA writes it in the loop that takes rows."""
 
+    def iota(self, size: int, like: Any) -> Any:
+        # An array of NumPy's, so that `take` and `start` know that it is in range.
+        return super().iota(size, like) if is_symbol(size) else np.arange(size)
+
     def take(self, x: Any, index: Sequence[Any]) -> Any:
-        if len(index) > 1 or is_symbol(x.shape[0]):
+        if any(map(is_symbol, x.shape[: len(index)])):
             return x.at[tuple(index)].get(mode="fill", fill_value=math.nan, wrap_negative_indices=False)
-        # As an unsigned number a negative one is out of range too.
-        (rows,), taken = index, super().take(x, index)
-        numbers = lax.bitcast_convert_type(rows, jnp.dtype(f"u{rows.dtype.name}"))
-        inside = lax.lt(numbers, repeat_like(numbers, x.shape[0]))
-        inside = lax.broadcast_in_dim(inside, taken.shape, tuple(range(rows.ndim)))
-        return lax.select(inside, taken, repeat_like(taken, math.nan))
+        taken, marks = super().take(x, index), []
+        for rows, size in zip(index, x.shape, strict=False):
+            if not isinstance(rows, np.ndarray):
+                # As an unsigned number a negative one is out of range too.
+                numbers = lax.bitcast_convert_type(rows, jnp.dtype(f"u{rows.dtype.name}"))
+                inside = lax.lt(numbers, repeat_like(numbers, size))
+                marks.append(lax.expand_dims(inside, range(rows.ndim, rows.ndim + x.ndim - len(index))))
+        return self.select(functools.reduce(operator.and_, marks), taken, math.nan)
 
 
 class _AddingOps(_TakingOps):
     """The same, and all sums are NaN if a value is added at an index out of range. XLA writes it in place of zeros."""
 
     def start(self, shape: tuple[int, ...], index: Sequence[Any], dtype: Any) -> Any:
-        bad = [is_outside(values, 0, size) for values, size in zip(index, shape, strict=False)]
+        given = [pair for pair in zip(index, shape, strict=False) if not isinstance(pair[0], np.ndarray)]
+        bad = [is_outside(values, 0, size) for values, size in given]
         nan, zero = (np.asarray(number, dtype) for number in (math.nan, 0))
         return lax.broadcast(lax.select(functools.reduce(operator.or_, bad), nan, zero), shape)
 
