@@ -29,14 +29,13 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from planner.backends.common.stock import diagonals
 from planner.backends.common.stock_rows import KINDS
 from planner.backends.jax.compiled.arrangement import permuted, wide_axes
 from planner.backends.jax.compiled.buffers import Buffer, peak_bytes
 from planner.backends.jax.compiled.orders import DotOrders, dot_orders
 from planner.backends.jax.guards import SMALL, compares_rows
 from planner.backends.jax.index import FEW
-from planner.backends.jax.ops import OPS
+from planner.backends.jax.ops import appends_nan
 from planner.backends.jax.rows import PERMUTED, PLAIN
 from planner.language.dtypes import itemsize
 from planner.language.options import MODES
@@ -68,7 +67,7 @@ class _Value:
         distinct: how many elements there are before they are repeated.
         over: the buffers that its memory may be written over.
         rows: the memory of the rows or the diagonal that it is, if several steps read them.
-        is_diagonal: whether it is a diagonal, in which nothing is marked.
+        is_final: whether it is a diagonal, or rows that a loop marks as it takes them: nothing is marked in it later.
         marked: the result that a loop marks the rows into; None if there is none.
         written: its memory elsewhere, by its order, and whether a product reads it in other dimensions.
     """
@@ -83,13 +82,17 @@ class _Value:
     distinct: int = 0
     over: tuple[Buffer, ...] = ()
     rows: Buffer | None = None
-    is_diagonal: bool = False
+    is_final: bool = False
     marked: Buffer | None = None
     written: dict[tuple[Order, bool], Buffer] = dataclasses.field(default_factory=dict)
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return self.size * self.itemsize
 
     def axes(self, term: Term) -> Axes:
         """Return the axes in the order in which they are computed; `term` names them."""
@@ -234,7 +237,7 @@ class _Compiled:
     def _hold(self, value: _Value) -> None:
         """Make a value a result. If a program has one result only, a loop writes it in its order."""
         is_turned = value.narrow_first or value.order != _row_major(value.shape)
-        marks = self.bad in ("refuse", "drop") and not value.is_diagonal
+        marks = self.bad in ("refuse", "drop") and not value.is_final
         memory = value.buffer if value.rows is None or marks else value.rows
         if memory is not None and not is_turned:
             memory.is_result = True
@@ -319,11 +322,15 @@ class _Compiled:
         if term == tuple(plain_axes(term)) and len(axes) == len(term):
             axes = term_axes(term)
         else:  # rows, or a diagonal
-            shape, index = spec.shape(axes), self._index(spec, diagonals(OPS, term)[1])
+            pool = x.size
+            # A loop that takes rows computes their places from the index arrays.
+            shape, index = spec.shape(axes), [self.arrays[gather.array] for gather in term_gathers(term)]
             twice = dict.fromkeys(axis for axis in plain_axes(term) if term.count(axis) > 1)
             index += [self._new(8 * spec.size(axis)) for axis in twice]
             x = _Value(shape, _row_major(shape), x.itemsize, (*x.reads, *index))
-            x.is_diagonal = not term_gathers(term)
+            rows, gathers = math.prod(spec.shape(row_axes(term))), term_gathers(term)
+            appends = len(spec.inputs) == len(gathers) == 1 and self.bad == "refuse"
+            x.is_final = not gathers or (appends and appends_nan(pool, rows, x.size, x.itemsize))
         others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
         left = tuple(axis for axis in axes if axis in others)
         if len(left) < len(axes):
