@@ -15,14 +15,19 @@ from planner.program.forms import known_product
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
 _TOGETHER = 64
-# Elements of a block that a copy reorders within the cache.
-_BLOCK = 4096
+# XLA copies an array in runs along the innermost axis of the order that it copies into. An element of a run takes
+# 0.1 ns if the run lay together before, else 0.25, and 0.3 if that is beyond blocks of so many elements, which fit the
+# cache. Each run takes 1.3 or 0.1 ns besides. Here are these times by that of a scattered element (2,076 arrangements
+# of 1,852 products, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
+_RUN_ELEMENT, _RUN, _SCATTERED_RUN, _BLOCK, _BEYOND_BLOCK = 0.4, 5.0, 0.5, 4096, 0.2
 # XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
 # multiplications (each `_TURNED`, if the result is turned). Where it gathers the larger matrix element by element, each
 # of these takes as long as `_GATHERED` copied ones. If the smaller matrix has more than `_NARROW` rows or columns, that
 # time is multiplied by `_NARROW` / their number. A product of 256 by 512 by 3 took 200 us, and 15 to 24 us with rows
 # and columns in each other's place (Intel Xeon, JAX 0.10.2, 2026-11-28).
 _FOLDED, _TURNED, _GATHERED, _NARROW = 24, 20, 3, 24
+# Eigen takes 0.4 us more for each matrix of a batch (see `_RUN_ELEMENT` for the machine).
+_BY_MATRIX = 1500
 # If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
 # copied elements.
 _EVEN, _UNEVEN = 4, 15
@@ -30,7 +35,7 @@ _EVEN, _UNEVEN = 4, 15
 _VECTOR = 16
 # An arrangement other than that of `jnp.einsum` saves copies of this part of all elements. It may need more memory for
 # copies only up to so many elements: a program that replaces einsum must not run out of memory.
-_WORTH_DIFFERING, _SLACK = 0.05, 2**14
+_WORTH_DIFFERING, _SLACK = 0.1, 2**14
 # To permute a result must save the copies of at least this part of all elements besides those of the result, and of at
 # least so many: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
 _WORTH_PERMUTING, _LEAST_SAVED = 0.25, 2**15
@@ -98,16 +103,17 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     """Return what XLA does for an arrangement besides multiplying, in copied elements that take as long."""
     form, orders, excess = known_product(spec), _orders(spec, arrangement), 0.0
     for place in arrangement.copied:
-        term = wide_axes(spec.terms[place], spec)
-        excess += math.prod(spec.shape(term)) * _copy_weight(term, orders[place], spec.by_axis)
+        both = wide_axes(spec.terms[place], spec), orders[place]
+        excess += _copy_time(*(both[::-1] if place == 2 else both), spec.by_axis)
     if _is_folded(spec, arrangement):
-        slow = _GATHERED * _gathered(spec, arrangement)
+        slow = _GATHERED * _gathered(spec, arrangement) + (form.sizes[0] > 1) * form.sizes[0] * _BY_MATRIX
         return excess + slow + math.prod(form.sizes) / (_TURNED if _is_turned(spec, arrangement) else _FOLDED)
     if min(form.sizes[1:3]) > 1:
         uneven = form.sizes[3] > 1 and form.sizes[3] % _EVEN != 0
         return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
-    wrong = min(form.sizes[1:3]) == 1 < max(form.sizes[1:3]) and not _sums_well(spec, arrangement)
-    return excess + wrong * max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
+    if not arrangement.copied or max(form.sizes[1:3]) == 1 or _sums_well(spec, arrangement):
+        return excess
+    return excess + max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
 
 
 def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
@@ -147,7 +153,9 @@ def _gathered(spec: Spec, arrangement: _Arrangement) -> float:
         first, second = second, first
     rows, columns = form.sizes[1 + first], form.sizes[1 + second]
     shared, own, summed = (wide_axes(group, spec) for group in (batch, (form.left, form.right)[second], contracted))
-    if rows <= columns and wide_axes(spec.inputs[second], spec) == (*shared, *summed, *own):
+    in_order = wide_axes(spec.inputs[second], spec) == (*shared, *summed, *own)
+    copied = second == arrangement.second and second in arrangement.copied  # into this order
+    if rows <= columns and (in_order or copied):
         return 0
     larger = max(rows, columns) * form.sizes[0] * form.sizes[3]
     return larger * min(1, _NARROW / max(1, min(rows, columns)))
@@ -170,15 +178,20 @@ def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
     return along == (matrix == first)
 
 
-def _copy_weight(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> float:
-    """Return how long the copy of one element into another order takes, in parts of what it takes at most.
-
-    It takes less if long runs of elements stay neighbours, or if all of them stay within blocks that fit the cache.
-    """
-    if _together(order, other, sizes) >= _TOGETHER:
-        return 0.3
+def _copy_time(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> float:
+    """Return how long a copy from one order of axes into another takes, in copied elements that lie scattered."""
+    elements, together = math.prod(sizes[axis] for axis in order), _together(order, other, sizes)
+    if not elements:
+        return 0.0
+    if together > 1:
+        return elements * (_RUN_ELEMENT + _RUN / together)
+    before = dict(itertools.pairwise(reversed(order)))  # by an axis the one outside of it
+    run, axes = sizes[other[-1]], itertools.pairwise(reversed(other))
+    for _, outer in itertools.takewhile(lambda pair: before.get(pair[0]) == pair[1], axes):
+        run *= sizes[outer]
     kept = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(order, other, strict=True))))
-    return 0.4 if math.prod(sizes[axis] for axis in order[kept:]) <= _BLOCK else 1.0
+    beyond = math.prod(sizes[axis] for axis in order[kept:]) > _BLOCK
+    return elements * (1 + beyond * _BEYOND_BLOCK + _SCATTERED_RUN / run)
 
 
 def factors(spec: Spec, lean: bool = False) -> tuple[int, int]:
