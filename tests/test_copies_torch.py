@@ -92,12 +92,20 @@ def test_products_and_both_gradients_are_those_of_einsum_however_arrays_lie(prod
         ("bijh,bimhd->bjmhd", [(2, 8, 5, 3), (2, 8, 4, 3, 7)], 0, [2, 3, 8, 5]),  # beside a batch that is innermost
         ("hbid,hbij->jhd", [(3, 4, 8, 5), (3, 4, 8, 6)], 0, None),  # no copy
         ("ik,kj->ij", [(3, 4), (4, 5)], 0, None),
+        ("nijk,hkin->jinh", [(3, 4, 8, 5), (7, 5, 4, 3)], 1, [3, 4, 7, 5]),  # beside a batch that can be viewed as one
     ],
 )
 def test_copies_have_the_order_of_memory(spec, shapes, number, copy):
     op, copied = copies_of_product(spec, shapes, math.prod(shapes[number]))
     assert (copying_ops(op) is not ops.OPS) == (copy is not None)
     assert copied == ([] if copy is None else [copy])
+
+
+def test_copies_read_in_the_shortest_strides():
+    """The rows k and j begin with the innermost axis in memory, and end with the outermost."""
+    op, copied = copies_of_product("jnk,nh->kjh", [(64, 32, 16), (32, 64)], 64 * 32 * 16)
+    assert copying_ops(op) is ops.OPS
+    assert copied == [[16, 64, 32]]
 
 
 def copies_of_product(spec, shapes, size, row="matmul", **arrays):

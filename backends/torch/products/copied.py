@@ -22,9 +22,10 @@ from planner.backends.common.stock_rows import (
     copy_loops_seconds,
     flat_stock_work,
     has_small_vectors,
+    inner_group,
     stock_kind,
 )
-from planner.backends.torch.ops import OPS, TorchOps, multiply, viewing
+from planner.backends.torch.ops import OPS, TorchOps, multiply, unit_strided, viewing
 from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.transposed import TRANSPOSED, result_ops
 from planner.backends.torch.strides import Strided
@@ -59,7 +60,12 @@ class TurnedOps(TorchOps):
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         """Return the function that computes a product."""
-        return matmul_product(self.matmul, multiply, viewing, form, spec, vectors_first=True, turned=self.turned)
+        first, second = self.turned[::-1] if is_swapped(form, spec, vectors_first=True) else self.turned
+
+        def matmul(a: Tensor, b: Tensor) -> Tensor:
+            return self.matmul(unit_strided(a.mT).mT if first else a, unit_strided(b.mT).mT if second else b)
+
+        return matmul_product(matmul, multiply, viewing, form, spec, vectors_first=True, turned=self.turned)
 
 
 @lru_cache
@@ -82,10 +88,8 @@ def copying_ops(op: Op) -> TorchOps:
         layout = given if term == op.spec.inputs[number] else None
         groups, free = form.matrices[number], (form.left, form.right)[number]
         rows = free if (number == 0) != swapped else form.contracted
-        copied, inner = not flattens(term, layout, groups, spec), _innermost(term, layout, form.batch, spec)
-        if has_small_vectors(form):
-            inner = form.contracted[-1]
-        turned.append(copied and inner in rows)
+        inner = form.contracted if has_small_vectors(form) else inner_group(groups, term, layout, spec)
+        turned.append(inner == rows and matrix_copies(term, layout, groups, spec) > 0)
     first, second = turned
     return _ops((first, second))
 

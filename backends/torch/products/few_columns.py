@@ -66,7 +66,7 @@ _SCRATCH_BYTES = 2**14
 _LEAST_TURNED, _MORE_TURNED, _MOST_COPIED = 2**14, 1.75, 2**14
 # Batches are multiplied as their transposes if the first factors have so many elements or more, and the sums so many
 # terms or fewer. So many elements of the result are computed and copied at a time; of a larger matrix all.
-_LEAST_BATCH, _MOST_BATCH_TERMS, _COPIED_AT_ONCE = 2**14, 256, 2**18
+_LEAST_BATCH, _MOST_BATCH_TERMS, _COPIED_AT_ONCE = 2**16, 256, 2**18
 
 
 @lru_cache
