@@ -22,7 +22,7 @@ from planner.language.errors import PlannerError
 from planner.language.units import count_text
 from planner.program.tree import Leaf, flatten, keep_nothing, nodes_of, path_of, unflatten
 from planner.search.exact.network import Network
-from planner.search.many.greedy import improved_path, number_axes, random_greedy, steps_of
+from planner.search.many.greedy import _greedy_steps, improved_path, number_axes, random_greedy, steps_of
 from planner.search.many.reconfigure import OrderTree, StepSizes, estimate_of
 
 OBJECTIVES = ("flops", "bytes", "time", "peak", "retained")
@@ -139,6 +139,50 @@ def test_a_grid_has_the_value_that_opt_einsum_gives(without, monkeypatch):
     assert plan.origin.startswith("improved greedy")
     assert plan(*operands) == opt_einsum.contract(spec, *operands)
     assert plan.cost.flops < planner.plan(spec, *operands, optimize="greedy", minimize="flops").cost.flops
+
+
+@pytest.mark.parametrize("operands", [85, 100, 127, 128])
+@pytest.mark.parametrize("kind", ["star", "chain"])
+def test_many_operands_with_sums_of_their_own_are_planned(operands, kind):
+    """cotengrust numbers the values of less than 128 operands in one byte; sums within operands once exceeded it."""
+    links = [LETTERS[i] + LETTERS[i + 1] for i in range(operands)]
+    own = LETTERS[operands + 1 : 2 * operands + 1]
+    terms = [link + axis for link, axis in zip(links, own, strict=True)] if kind == "chain" else ["a" + x for x in own]
+    spec, shapes = ",".join(terms) + "->a", [(2,) * len(terms[0])] * operands
+    for seed in range(4):
+        steps = _greedy_steps(number_axes(Network(planner.resolve(spec, *shapes))), seed)
+        assert sorted(value for step in steps for value in step) == [*range(2 * operands - 2)]
+    assert len([step for step in planner.plan(spec, *shapes, backend="numpy").path if len(step) == 2]) == operands - 1
+
+
+@pytest.mark.parametrize("fault", ["a panic", "a value used twice"])
+def test_a_fault_of_cotengrust_leaves_opt_einsums_trees(monkeypatch, fault):
+    cotengrust = pytest.importorskip("cotengrust", reason="cotengrust is not installed")
+    asked = []
+
+    def search(*arguments, **options):
+        asked.append(arguments)
+        if fault == "a panic":
+            raise type("PanicException", (BaseException,), {})
+        return [(0, 1), (0, 2), *[(0, 3)] * 33], 0.0
+
+    monkeypatch.setattr(cotengrust, "optimize_random_greedy_track_flops", search)
+    spec, shapes = grid(6, 6)
+    plan = planner.plan(spec, *shapes, minimize="flops", backend="numpy")
+    assert asked
+    assert plan.origin.startswith("improved greedy")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_passes_through_cotengrust(monkeypatch, kind):
+    cotengrust = pytest.importorskip("cotengrust", reason="cotengrust is not installed")
+
+    def search(*arguments, **options):
+        raise kind
+
+    monkeypatch.setattr(cotengrust, "optimize_random_greedy_track_flops", search)
+    with pytest.raises(kind):
+        _greedy_steps(number_axes(Network(planner.resolve("ij,jk->ik", (2, 2), (2, 2)))), 0)
 
 
 PROGRAM = """

@@ -185,16 +185,35 @@ def _greedy_steps(network: NumberedNetwork, seed: int) -> Steps:
         return _plain_greedy_steps(network, seed)
     letters = [opt_einsum.get_symbol(axis) for axis in range(len(network.sizes))]
     search: Any = cotengrust.optimize_random_greedy_track_flops  # its type stub lacks `max_neighbors`
-    path, _ = search(
-        [[letters[axis] for axis in term] for term in network.inputs],
-        [letters[axis] for axis in network.output],
-        dict(zip(letters, map(float, network.sizes), strict=True)),
-        ntrials=max(1, min(MOST_TREES, TREES // operands)),
-        seed=seed,
-        max_neighbors=MOST_NEIGHBOURS,
-        use_ssa=True,
-    )
+    try:
+        path, _ = search(
+            [[letters[axis] for axis in term] for term in _shared_axes(network)],
+            [letters[axis] for axis in network.output],
+            dict(zip(letters, map(float, network.sizes), strict=True)),
+            ntrials=max(1, min(MOST_TREES, TREES // operands)),
+            seed=seed,
+            max_neighbors=MOST_NEIGHBOURS,
+            use_ssa=True,
+        )
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what Rust raises: no Exception, and in no module
+            raise
+        return _plain_greedy_steps(network, seed)
+    read = [value for step in path for value in step]
+    if len({*read}) < len(read):
+        return _plain_greedy_steps(network, seed)
     return steps_of(path, operands, by_number=True)
+
+
+def _shared_axes(network: NumberedNetwork) -> list[list[int]]:
+    """Return the axes of each operand that another operand or the output has too, each once.
+
+    Greedy algorithms sum the others first, which does not change the order of products. cotengrust (0.2.1) makes each
+    such sum a step with a number of its own. It numbers the values of less than 128 operands in one byte, which 86
+    operands with such sums can exceed: numbers then repeat, or it panics.
+    """
+    uses = Counter(axis for term in [*network.inputs, network.output] for axis in set(term))
+    return [[axis for axis in dict.fromkeys(term) if uses[axis] > 1] for term in network.inputs]
 
 
 def _plain_greedy_steps(network: NumberedNetwork, seed: int) -> Steps:
