@@ -207,9 +207,10 @@ def bind_first_member(
             return None
         if family is not None and family.settled and not family.searches_loops:
             maker = BOUND.get(key) or make(family.plan)
-        enter(BOUND, key, maker, MOST_FAMILIES)
+        if family is None or not family.interrupted:
+            enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
-            return maker.member(found, shapes, lambda: make(make_family_plan(contraction)))
+            return maker.member(found, shapes, lambda: make(make_family_plan(contraction, families)))
     return None
 
 

@@ -10,9 +10,11 @@ import pytest
 from laws import needing_gradients
 
 import planner
+from planner import members
 from planner.search import choose
 from planner.search.exact.dynamic import Search
 from planner.search.exact.lazy import LazySearch
+from planner.search.family import FAMILIES
 
 SPEC = "ab,bc,cd,de->ae"
 OPERANDS = [np.arange(float(n * m)).reshape(n, m) % 3 for n, m in ((4, 3), (3, 6), (6, 2), (2, 5))]
@@ -128,3 +130,34 @@ def test_ctrl_c_after_a_lean_plan_is_found_gives_that_plan(monkeypatch):
     )
     assert plan.origin.startswith("interrupted: exact, time, as lean as einsum")
     assert plan.cost.retained_bytes <= plan.naive_cost.retained_bytes
+
+
+# Judging its family takes a search of several steps.
+MEMBER = "fbaecd,af,ebh,dgc->gh", [(36, 8, 32, 32, 8, 12), (32, 36), (32, 8, 36), (12, 16, 8)]
+
+
+@pytest.mark.parametrize("run", [False, True], ids=["plan", "contract"])
+def test_a_family_whose_judgement_ctrl_c_ended_is_not_remembered(monkeypatch, run):
+    spec, shapes = MEMBER
+    operands = [np.ones(shape, np.float32) for shape in shapes]
+    planner.caches().clear()
+    whole = planner.plan(spec, *operands)
+    assert planner.caches().families
+    planner.caches().clear()
+    steps_in_all = steps(monkeypatch, spec, operands)
+    ended = 0
+    for at in range(1, steps_in_all + 1, max(1, steps_in_all // 25)):
+        planner.caches().clear()
+        with monkeypatch.context() as patched:
+            calls = interrupt(patched, at)
+            try:
+                plan = planner.contract(spec, *operands) if run else planner.plan(spec, *operands)
+            except KeyboardInterrupt:
+                continue
+        ended += 1
+        assert run or plan.origin.startswith("interrupted")
+        assert len(calls) < at + steps_in_all / 2, "another search began after Ctrl-C"
+        assert not any(members.BOUND.values())
+        assert not any(family.interrupted for family in FAMILIES.values())
+        assert planner.plan(spec, *operands) == whole
+    assert ended > 10

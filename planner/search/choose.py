@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
@@ -40,6 +41,8 @@ _MOST_SEARCHED_AGAIN, _MUCH, _MORE = 5, 1.1, 1.05
 # A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
 _CLEARLY = 1.1
 
+AnyPlan = TypeVar("AnyPlan", PlanRecord, Candidate)
+
 
 def make_plan(
     contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None = None, loops: bool = True
@@ -69,7 +72,7 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     try:
         best = best if given else prefer_autograd(space, order_children(space, best))
     except KeyboardInterrupt:
-        best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
+        best = marked_interrupted(best)
     # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.
     bound = None if given else lower_bound(space, best, candidates)
     cost = dataclasses.replace(best.cost, bound=bound)
@@ -83,6 +86,24 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     if given is None and not on_mesh:
         plan = _no_worse_than_einsum(_no_slower_than_naive(plan), loops)
     return add_exchanges(plan) if on_mesh else plan
+
+
+def marked_interrupted(plan: AnyPlan) -> AnyPlan:
+    """Return a plan that says that Ctrl-C ended its search."""
+    if plan.origin.startswith("interrupted"):
+        return plan
+    return dataclasses.replace(plan, proven=False, origin=f"interrupted: {plan.origin}")
+
+
+def check_interrupt(plan: PlanRecord) -> PlanRecord:
+    """Return a plan.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended its search.
+    """
+    if plan.origin.startswith("interrupted"):
+        raise KeyboardInterrupt
+    return plan
 
 
 def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
@@ -147,7 +168,7 @@ def _in_calls_of_autograd(plan: PlanRecord, limits: Limits) -> PlanRecord:
     try:
         found = prefer_autograd(space, best, most=limits)
     except KeyboardInterrupt:
-        return _in_place_of(plan, dataclasses.replace(best, origin=f"interrupted: {best.origin}"))
+        return _in_place_of(plan, marked_interrupted(best))
     return plan if found is best else _in_place_of(plan, found)
 
 
@@ -291,7 +312,7 @@ class _Found:
             best = fastest(allowed)
         if best is None or not self.interrupted:
             return best
-        return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
+        return dataclasses.replace(marked_interrupted(best), interrupted=True)
 
 
 def _best(

@@ -41,7 +41,7 @@ from planner.program.loops import resize_nodes, resize_ops, resize_steps
 from planner.program.ops import Einsum, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
-from planner.search.choose import is_as_lean_as_einsum, make_plan
+from planner.search.choose import check_interrupt, is_as_lean_as_einsum, make_plan, marked_interrupted
 from planner.search.refine import call_seconds, prefer_autograd
 from planner.search.slicing import CLOSE, LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
@@ -79,6 +79,11 @@ class Family:
     loops: bool = False
     searches_loops: bool = False
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search for the plan, or what decides on the family. Then it is not remembered."""
+        return self.plan.origin.startswith("interrupted")
+
 
 T = TypeVar("T")
 Sizes = Mapping[str | Gather, int]
@@ -89,14 +94,18 @@ Steps = Iterable[tuple[Op, PricedImplementation | None]]
 FAMILIES: dict[tuple[Contraction, int], Family] = {}
 
 
-def make_family_plan(contraction: Contraction) -> PlanRecord:
+def make_family_plan(contraction: Contraction, families: Mapping[int, Family] | None = None) -> PlanRecord:
     """Return the plan of a contraction: that of its family, or one that is searched for.
+
+    Args:
+        contraction: the contraction.
+        families: what `families_of` returns, if that is known.
 
     Raises: as `planner.search.choose.make_plan`.
     """
     if contraction.symbols:
         return make_plan(contraction, partial(_with_takes_merged, make_plan(contraction, loops=False)))
-    family = family_of(contraction)
+    family = _settled(families_of(contraction) if families is None else families)
     if family is None:
         return make_plan(contraction)
     return make_plan(contraction, partial(_at_sizes_of, family.plan), family.searches_loops)
@@ -104,7 +113,12 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
 
 def family_of(contraction: Contraction) -> Family | None:
     """Return the family whose plan a contraction takes; None if it must be searched for itself."""
-    return next((family for family in families_of(contraction).values() if family.settled), None)
+    return _settled(families_of(contraction))
+
+
+def _settled(families: Mapping[int, Family]) -> Family | None:
+    """Return the family of which all members take the plan."""
+    return next((family for family in families.values() if family.settled), None)
 
 
 def _with_takes_merged(plan: PlanRecord, space: SearchSpace) -> Candidate:
@@ -119,7 +133,10 @@ def is_small(plan: PlanRecord) -> bool:
 
 
 def families_of(contraction: Contraction) -> dict[int, Family]:
-    """Return the families of a contraction by the entry of `PARTS`, as far as the first that is settled."""
+    """Return the families of a contraction by the entry of `PARTS`, as far as the first that is settled.
+
+    After Ctrl-C no further search begins. The last family then has the best plan so far, and is not remembered.
+    """
     options, tried = contraction.options, dict[int, Family]()
     limits = (options.memory_limit, options.retain_limit)
     asked = (options.optimize, options.minimize, options.deadline, *limits, contraction.mesh)
@@ -144,9 +161,12 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
                 return tried
             if top not in plans:
                 plans[top] = make_plan(top, loops=False)
-            family = _decide_on_loops(_judged(plans[top], low, parts))
-            if not family.plan.origin.startswith("interrupted"):
+            try:
+                check_interrupt(plans[top])
+                family = _decide_on_loops(_judged(plans[top], low, parts))
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
+            except KeyboardInterrupt:
+                family = Family(marked_interrupted(plans[top]), settled=True)
         tried[parts] = family
         if family.settled or family.loops:
             break
@@ -232,11 +252,14 @@ def _judged(plan: PlanRecord, low: Contraction, parts: int) -> Family:
         plan: the plan.
         low: the smallest member.
         parts: the entry of `PARTS`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended a search.
     """
     space, wide, narrow = SearchSpace(low), parts == WIDE, parts == PARTS[-1]
     won = CLOSE if narrow else WON  # how many times as long as its best plan it may take
     # Where not all trees can be searched, a second search would take long.
-    if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
+    if not space.may_be_exact("time", AUTO):
         return Family(plan, not wide)
     if wide and not is_small(plan):
         return Family(plan, False)
@@ -279,21 +302,21 @@ def _judged(plan: PlanRecord, low: Contraction, parts: int) -> Family:
     # The quicker tree may need more memory than einsum, or copies that its search does not see. But a loop over slices
     # may be as quick, and lean.
     for ours, end in ((member, low), (plan, plan.contraction)):
-        best = make_plan(end)
-        if best.origin.startswith("interrupted"):
-            return Family(best, False)
+        best = check_interrupt(make_plan(end))
         if call_seconds(end, ours) > won * call_seconds(end, best):
             return Family(plan, False, best.loop is not None)
     return Family(plan, True)
 
 
 def _decide_on_loops(family: Family) -> Family:
-    """Return a family with the decision whether its members are searched for loops over slices."""
+    """Return a family with the decision whether its members are searched for loops over slices.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended a search.
+    """
     if not family.settled or is_small(family.plan):
         return family
-    largest = make_plan(family.plan.contraction, partial(_at_sizes_of, family.plan))
-    if largest.origin.startswith("interrupted"):
-        return Family(dataclasses.replace(family.plan, origin=largest.origin), True)
+    largest = check_interrupt(make_plan(family.plan.contraction, partial(_at_sizes_of, family.plan)))
     return dataclasses.replace(family, searches_loops=largest.loop is not None)
 
 

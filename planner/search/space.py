@@ -203,6 +203,7 @@ class SearchSpace:
         """Whether a tree takes less time, as far as the search over all trees can tell.
 
         Raises:
+            KeyboardInterrupt: Ctrl-C ended the search.
             SearchLimitError: the search would have to look at more steps.
         """
         return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)

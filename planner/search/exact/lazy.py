@@ -119,10 +119,15 @@ class LazySearch:
     def has_below(self, score: int) -> bool:
         """Whether a tree has a lower score. The search ends as soon as that is known, often before a step is priced.
 
-        Raises: as `run`.
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended the search.
+            SearchEnded, SearchLimitError: as `run`.
         """
         self.wanted = score - first_of(self._last()[1])  # the keys that are compared lack the last step
-        return first_of(self._search(None)[1]) < self.wanted
+        key = first_of(self._search(None)[1])
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return key < self.wanted
 
     def _last(self) -> tuple[Op | None, int]:
         """Return the step that may have to follow every tree, and what it adds to the score."""
