@@ -6,7 +6,7 @@ import dataclasses
 
 from planner import api, members
 from planner.cost import store
-from planner.language.cached import BACKEND_CACHES, STEP_CACHES
+from planner.language.cached import BACKEND_CACHES, OTHER_CACHES, STEP_CACHES
 from planner.program.loops import slice_plan
 from planner.search import family
 
@@ -53,7 +53,7 @@ class Caches:
         members.READERS.clear()
         members.BOUND.clear()
         family.FAMILIES.clear()
-        for cache in (*STEP_CACHES, slice_plan):
+        for cache in (*STEP_CACHES, *OTHER_CACHES, slice_plan):
             cache.cache_clear()
         for entries in BACKEND_CACHES:
             entries.clear()

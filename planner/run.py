@@ -7,11 +7,11 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from planner.cost.layout import layout_of
-from planner.language.cached import BACKEND_CACHES, enter
+from planner.language.cached import BACKEND_CACHES, cached_until_cleared, enter
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
@@ -107,13 +107,13 @@ class _Same:
         return isinstance(other, _Same) and self.plan is other.plan
 
 
-@lru_cache(maxsize=256)
+@cached_until_cleared(256)
 def _whole(same: _Same) -> PlanRecord:
     """Return the plan of the whole arrays, for a plan that was made for a mesh."""
     return whole_plan(same.plan)
 
 
-@lru_cache(maxsize=256)
+@cached_until_cleared(256)
 def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> RunPlan:
     """Return the function that runs a plan on operands of some strides.
 

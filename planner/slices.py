@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from planner.language.cached import cached_until_cleared
 from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES
@@ -66,7 +66,7 @@ def run_slice(text: str, dtype: str, device: str, operands: Sequence[Any], indic
     return backend.to_numpy(run_plan(plan, arrays, index_arrays), dtype)
 
 
-@lru_cache(maxsize=64)
+@cached_until_cleared(64)
 def _read(text: str) -> PlanRecord:
     return plan_from_json(text)
 

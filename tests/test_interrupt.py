@@ -161,3 +161,23 @@ def test_a_family_whose_judgement_ctrl_c_ended_is_not_remembered(monkeypatch, ru
         assert not any(family.interrupted for family in FAMILIES.values())
         assert planner.plan(spec, *operands) == whole
     assert ended > 10
+
+
+def test_ctrl_c_while_a_gap_is_searched_goes_through(monkeypatch):
+    shapes = [(8, 16, 36, 20, 20), (36, 20, 20, 20), (8,), (8, 20, 32), (32, 20, 8)]
+    planner.caches().clear()
+    plan = planner.plan("bigad,ghca,b,fce,edf->hi", *shapes, backend="numpy")
+    assert plan.cost.bound is None
+    with monkeypatch.context() as patched:
+        interrupt(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            _ = plan.gap
+    calls = interrupt(monkeypatch, None)
+    assert plan.gap == 0
+    assert calls
+    calls.clear()
+    assert plan.gap == 0
+    assert not calls
+    planner.caches().clear()
+    assert plan.gap == 0
+    assert calls

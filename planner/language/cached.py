@@ -12,6 +12,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # The functions that remember what they found about a step, see `cached_by_step`.
 STEP_CACHES: list[Any] = []
+# Other functions that remember what they return, see `cached_until_cleared`.
+OTHER_CACHES: list[Any] = []
 # What backends remember of calls, by the kind of call.
 BACKEND_CACHES: list[dict[Any, Any]] = []
 # How many steps each of them remembers.
@@ -23,6 +25,17 @@ def cached_by_step(function: F) -> F:
     cached = lru_cache(maxsize=MOST_STEPS)(function)
     STEP_CACHES.append(cached)
     return cast(F, cached)
+
+
+def cached_until_cleared(most: int) -> Callable[[F], F]:
+    """Remember what a function returns for its `most` latest arguments, until `planner.caches().clear()`."""
+
+    def cached(function: F) -> F:
+        remembers = lru_cache(maxsize=most)(function)
+        OTHER_CACHES.append(remembers)
+        return cast(F, remembers)
+
+    return cached
 
 
 if TYPE_CHECKING:

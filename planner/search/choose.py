@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
+from planner.language.cached import cached_until_cleared
 from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES
 from planner.program.contraction import Contraction
@@ -226,6 +226,9 @@ def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None
 
     With `in_loops` no plan with a loop over slices costs less either. None for contractions with limits, with a path of
     the caller's, or on a mesh.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended the search. Its bound would be loose, and is not remembered.
     """
     options = contraction.options
     if options.limited or options.optimize not in SEARCHES or contraction.mesh is not None:
@@ -233,13 +236,13 @@ def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None
     return _find_bound(contraction, in_loops)
 
 
-@lru_cache(maxsize=256)
+@cached_until_cleared(256)
 def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     space, objective = SearchSpace(contraction), contraction.options.minimize
     if in_loops and objective in ("time", "bytes"):
         return max(least_by_sizes(space, objective), least_of_loops(space, objective))
     if space.may_be_exact(objective, AUTO):
-        return make_plan(contraction, loops=False).cost.bound
+        return check_interrupt(make_plan(contraction, loops=False)).cost.bound
     return least_by_sizes(space, objective)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.cost.floor import Launches
+from planner.language.cached import cached_until_cleared
 from planner.search.exact.network import POOL, SCATTER, Bits, Network, Status
 
 # How many steps numpy looks at at once.
@@ -113,7 +113,7 @@ def row_launches(launches: Launches | None, indexed: Sequence[Any]) -> Array:
     return min(launches.take, launches.add) * sum([1 * now for now in indexed]) + both
 
 
-@lru_cache(maxsize=64)
+@cached_until_cleared(64)
 def _patterns(count: int) -> Any:
     """Return the parts of a set of `count` operands that hold its first one, but not all, as rows of bits.
 
@@ -123,7 +123,7 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-@lru_cache(maxsize=16)
+@cached_until_cleared(16)
 def set_sizes(operands: int) -> Any:
     """Return how many operands each set has."""
     return (np.arange(1 << operands)[:, None] >> np.arange(operands) & 1).sum(axis=1)

@@ -26,12 +26,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.cost.device import Device
+from planner.language.cached import cached_until_cleared
 from planner.language.dtypes import itemsize
 
 # The table of splits of ten operands has 28,501 rows; each operand more triples it.
@@ -139,7 +139,7 @@ class _Splits(NamedTuple):
     rows: dict[int, tuple[int, int]]
 
 
-@lru_cache(maxsize=MOST_CUT)
+@cached_until_cleared(MOST_CUT)
 def _all_splits(operands: int) -> _Splits:
     """Return the table of the splits of all sets of so many operands."""
     left: list[int] = []
