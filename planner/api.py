@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.device import Device
-from planner.language.cached import enter
+from planner.language.cached import enter, enter_bytes, forget_many_steps
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import MODES, Options, Request, check_index_mode, is_name, read_precision
@@ -34,6 +34,7 @@ from planner.program.frameworks import (
     load_backend,
     operands_framework,
 )
+from planner.program.plan import bound_bytes
 from planner.run import bind_plan, for_dynamo, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
@@ -43,9 +44,9 @@ from planner.tune.autotune import autotune
 _RUNNERS: dict[Any, RunPlan] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
-# Those of them that have a plan of their own, some 20 kB each in torch, and how many of them are kept.
-_ALONE: dict[Any, None] = {}
-_MOST_ALONE = 2048
+# The bytes that those of them hold which have a plan of their own, and how many bytes these may hold.
+_ALONE: dict[Any, int] = {}
+_MOST_ALONE = 32_000_000
 
 
 def contract(
@@ -167,12 +168,13 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         if key is not None:
             options = request.hashable()._replace(sizes=request.sizes)
             run = bind_first_member(backend, options, operands, indices, contraction)
-        alone = run is None
+        held = 0
         if run is None:
             made = _plan(contraction, operands, indices)
             run = bind_plan(*(backend.bind_symbols(made, operands, indices, request.sizes) or (made,)))
+            held = bound_bytes(made)
         if key is not None:
-            _remember(key, run, alone)
+            _remember(key, run, held)
     return run(operands, indices)
 
 
@@ -196,17 +198,17 @@ def _run_of_member(request: Request, operands: Any, indices: Any, call: Any) -> 
         backend = load_backend(framework)
         run = bind_member(backend, request, operands, indices)
         if run is not None:
-            _remember(call or (request.hashable(), backend.signature(operands, indices)), run, alone=False)
+            _remember(call or (request.hashable(), backend.signature(operands, indices)), run)
     except (IndexError, TypeError, AttributeError):  # operands in one list, or options that are no keys
         return None
     return run
 
 
-def _remember(key: Any, run: RunPlan, alone: bool) -> None:
-    """Enter the function that runs the calls of a key; `alone` if it has a plan of its own."""
+def _remember(key: Any, run: RunPlan, held: int = 0) -> None:
+    """Enter the function that runs the calls of a key, and the bytes it holds if it has a plan of its own."""
     for old in enter(_RUNNERS, key, run, _CACHE_LIMIT):
         _ALONE.pop(old, None)
-    for old in enter(_ALONE, key, None, _MOST_ALONE) if alone else ():
+    for old in enter_bytes(_ALONE, key, held, _MOST_ALONE) if held else ():
         _RUNNERS.pop(old, None)
 
 
@@ -315,6 +317,7 @@ def _read_call(
     device: Device | str | None = None,
 ) -> Contraction:
     """Check a request, and return what it asks for."""
+    forget_many_steps()
     spec = request.spec
     check_index_mode(request.index_mode)
     precision = read_precision(request.precision, framework)

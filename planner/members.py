@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.objective import step_key
-from planner.language.cached import enter
+from planner.language.cached import enter, enter_bytes
 from planner.language.derive import resize_spec
 from planner.language.options import MODES
 from planner.language.spec import Spec
@@ -21,7 +21,7 @@ from planner.program.contraction import Contraction
 from planner.program.forms import known_product, order_depends_on_sizes, product_of_rows
 from planner.program.frameworks import Backend
 from planner.program.ops import Op
-from planner.program.plan import PlanRecord
+from planner.program.plan import PlanRecord, bound_bytes
 from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, make_family_plan
 from planner.search.family import wide_axes as axes_of_wide_classes
 
@@ -148,6 +148,9 @@ READERS: dict[Any, _Sizes] = {}
 # The makers of functions for the members of families, by the reader of their sizes and the classes of these. None
 # stands for a family that is not settled, and for one whose members are bound by themselves.
 BOUND: dict[Any, _Family | None] = {}
+# The bytes that they hold, and how many they may hold.
+HELD: dict[Any, int] = {}
+MOST_BYTES = 12_000_000
 _UNKNOWN: Any = object()
 
 
@@ -208,10 +211,17 @@ def bind_first_member(
         if family is not None and family.settled and not family.searches_loops:
             maker = BOUND.get(key) or make(family.plan)
         if family is None or not family.interrupted:
-            enter(BOUND, key, maker, MOST_FAMILIES)
+            _remember(key, maker, 0 if family is None or maker is None else bound_bytes(family.plan))
         if maker is not None:
             return maker.member(found, shapes, lambda: make(make_family_plan(contraction, families)))
     return None
+
+
+def _remember(key: Any, maker: _Family | None, held: int) -> None:
+    for old in enter(BOUND, key, maker, MOST_FAMILIES):
+        HELD.pop(old, None)
+    for old in enter_bytes(HELD, key, held, MOST_BYTES):
+        BOUND.pop(old, None)
 
 
 def _kind_of(

@@ -16,8 +16,9 @@ STEP_CACHES: list[Any] = []
 OTHER_CACHES: list[Any] = []
 # What backends remember of calls, by the kind of call.
 BACKEND_CACHES: list[dict[Any, Any]] = []
-# How many steps each of them remembers.
-MOST_STEPS = 8_192
+# How many steps each of `STEP_CACHES` remembers, and how many all of them do before a contraction is planned. Some hold
+# whole plans with a step, plans too that are forgotten elsewhere.
+MOST_STEPS, MOST_IN_ALL = 8_192, 32_768
 
 
 def cached_by_step(function: F) -> F:
@@ -25,6 +26,18 @@ def cached_by_step(function: F) -> F:
     cached = lru_cache(maxsize=MOST_STEPS)(function)
     STEP_CACHES.append(cached)
     return cast(F, cached)
+
+
+def count_steps() -> int:
+    """Return how many steps all caches of steps remember."""
+    return sum([cache.cache_info().currsize for cache in STEP_CACHES])
+
+
+def forget_many_steps() -> None:
+    """Forget all steps if there are more than `MOST_IN_ALL`. A large search may remember more while it runs."""
+    if count_steps() > MOST_IN_ALL:
+        for cache in STEP_CACHES:
+            cache.cache_clear()
 
 
 def cached_until_cleared(most: int) -> Callable[[F], F]:
@@ -73,4 +86,22 @@ def enter(cache: dict[Any, Any], key: Any, value: Any, most: int) -> list[Any]:
             cache.pop(oldest, None)
             removed.append(oldest)
     cache[key] = value
+    return removed
+
+
+def enter_bytes(held: dict[Any, int], key: Any, count: int, most: int) -> list[Any]:
+    """Enter how many bytes an entry holds, and return the keys of the oldest entries, which are removed.
+
+    As many are removed as have to be, so that all entries together hold at most `most` bytes, or the new one is alone.
+    The bytes are added up anew, which takes some 10 us for 2,000 entries: a sum that is kept would drift when threads
+    change it at once. See `enter`.
+    """
+    removed = []
+    held[key] = count
+    total = sum([*held.values()])
+    while total > most and len(held) > 1:
+        with contextlib.suppress(RuntimeError, StopIteration):
+            oldest = next(iter(held))
+            total -= held.pop(oldest, 0)
+            removed.append(oldest)
     return removed

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planner.cost.layout import layout_of, strides_in, strides_of
-from planner.language.cached import enter
+from planner.language.cached import enter, enter_bytes
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
@@ -39,7 +39,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import resize_nodes, resize_ops, resize_steps
 from planner.program.ops import Einsum, Op, PricedImplementation
-from planner.program.plan import PlanRecord
+from planner.program.plan import PlanRecord, record_bytes
 from planner.program.tree import merge_takes
 from planner.search.choose import check_interrupt, is_as_lean_as_einsum, make_plan, marked_interrupted
 from planner.search.refine import call_seconds, prefer_autograd
@@ -55,8 +55,8 @@ PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds. In
 # the narrowest classes that is `CLOSE`: a search would cost more time than many calls save.
 WON = 1.1
-# How many families are remembered.
-MOST_FAMILIES = 512
+# How many families are remembered, and how many bytes their plans may hold.
+MOST_FAMILIES, MOST_BYTES = 512, 6_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ Steps = Iterable[tuple[Op, PricedImplementation | None]]
 
 # By the representative, and by the entry of `PARTS`.
 FAMILIES: dict[tuple[Contraction, int], Family] = {}
+# The bytes that they hold.
+HELD: dict[tuple[Contraction, int], int] = {}
 
 
 def make_family_plan(contraction: Contraction, families: Mapping[int, Family] | None = None) -> PlanRecord:
@@ -164,13 +166,20 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
             try:
                 check_interrupt(plans[top])
                 family = _decide_on_loops(_judged(plans[top], low, parts))
-                enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
+                _remember((top, parts), family)
             except KeyboardInterrupt:
                 family = Family(marked_interrupted(plans[top]), settled=True)
         tried[parts] = family
         if family.settled or family.loops:
             break
     return tried
+
+
+def _remember(key: tuple[Contraction, int], family: Family) -> None:
+    for old in enter(FAMILIES, key, family, MOST_FAMILIES):
+        HELD.pop(old, None)
+    for old in enter_bytes(HELD, key, record_bytes(family.plan), MOST_BYTES):
+        FAMILIES.pop(old, None)
 
 
 def wide_axes(contraction: Contraction) -> list[str]:
