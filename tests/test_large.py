@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import random
 import sys
@@ -183,6 +184,25 @@ def test_what_ends_a_process_passes_through_cotengrust(monkeypatch, kind):
     monkeypatch.setattr(cotengrust, "optimize_random_greedy_track_flops", search)
     with pytest.raises(kind):
         _greedy_steps(number_axes(Network(planner.resolve("ij,jk->ik", (2, 2), (2, 2)))), 0)
+
+
+def test_the_text_of_an_alternative_is_short():
+    path = [(0, 1), *[(0, left - 1) for left in range(999, 1, -1)]]
+    plan = planner.plan(chain(1000), *[(3, 3)] * 1000, backend="numpy", optimize=path)
+    text = str(plan.alternatives(1)[0])
+    assert "; ... 979 more steps ...; " in text
+    assert len(text) < 2000
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_is_shown_on_a_terminal_while_a_large_network_is_planned(monkeypatch, terminal):
+    written = io.StringIO()
+    written.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", written)
+    spec, shapes = grid(4, 5)
+    planner.plan(spec, *shapes, minimize="flops", backend="numpy")
+    assert ("20 operands: tree 1" in written.getvalue()) is terminal
+    assert written.getvalue().endswith("\r\033[K" * terminal)  # the bar is removed
 
 
 PROGRAM = """

@@ -575,6 +575,18 @@ def test_flops_of_pure_products_equal_opt_einsums(count, random):
     assert ours <= theirs
 
 
+@pytest.mark.parametrize("count", [7, 8, 9, 10])
+def test_flops_equal_those_of_opt_einsums_dynamic_programme(count):
+    """In connected networks whose axes have two places each, every step sums, so that both count alike."""
+    for seed in range(3):
+        spec, shapes, _ = MAKERS["dense"](count, Random(seed))
+        plan = planner.plan(spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
+        ours, theirs = (opt_einsum_flops(spec, shapes, path) for path in (plan.path, "dp"))
+        everywhere = opt_einsum_flops(spec, shapes, opt_einsum.DynamicProgramming(search_outer=True))
+        assert plan.proven
+        assert plan.cost.flops == ours == everywhere <= theirs
+
+
 CHAIN = ("ab,bc,cd,de->ae", (3, 4), (4, 5), (5, 6), (6, 2))
 
 
@@ -827,6 +839,13 @@ def test_a_deadline_ends_a_search_with_what_it_has():
     assert not plan.proven
     assert 0 < plan.gap < 10
     assert "some of all trees searched for time, at most " in str(plan)
+
+
+def test_a_limit_error_says_that_the_deadline_ended_the_search():
+    for deadline, late in ((None, False), (600, False), (1e-9, True)):
+        with pytest.raises(planner.PlannerLimitError, match="memory_limit=8; memory_limit=") as caught:
+            planner.plan(*CHAIN, backend="numpy", memory_limit=8, deadline=deadline)
+        assert ("found before the deadline ended the search within" in str(caught.value)) is late
 
 
 def test_a_deadline_ends_the_listing_of_steps_with_gathers():

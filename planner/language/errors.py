@@ -100,10 +100,11 @@ class PlannerLimitError(PlannerError):
 
     Attributes:
         memory_limit, retain_limit: limits in bytes that succeed if they are set together; None for no limit.
+        why: how the message begins: what was not found, and whether the deadline ended the search.
     """
 
     def __init__(self, message: str, memory_limit: int | None = None, retain_limit: int | None = None) -> None:
-        self.memory_limit, self.retain_limit = memory_limit, retain_limit
+        self.memory_limit, self.retain_limit, self.why = memory_limit, retain_limit, ""
         super().__init__(message)
 
     @classmethod
@@ -114,7 +115,9 @@ class PlannerLimitError(PlannerError):
             named = zip(("memory_limit", "retain_limit"), limits, strict=True)
             return " with ".join(f"{name}={limit}" for name, limit in named if limit is not None)
 
-        return cls(f"{why} within {text(asked)}; {text(enough)} succeeds", *enough)
+        error = cls(f"{why} within {text(asked)}; {text(enough)} succeeds", *enough)
+        error.why = why
+        return error
 
 
 class SearchLimitError(PlannerError):

@@ -10,6 +10,7 @@ from typing import Any, Generic
 from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.options import SEARCHES
+from planner.language.resolve import shorten
 from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
@@ -22,6 +23,8 @@ from planner.search.space import AUTO, PATH_STOP, SearchSpace
 
 # From left to right the values of a network of more operands have hundreds of axes, and pricing them takes a minute.
 MOST_LEFT_TO_RIGHT = 200
+# The text of a plan shows so many of its steps, and so many characters of each.
+MOST_STEPS, MOST_TEXT = 20, 120
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +49,11 @@ class Alternative(Generic[AnyPlan]):
     loses: str
 
     def __str__(self) -> str:
-        steps = "; ".join(str(step.op.spec) for step in self.plan.programs.forward.steps)
-        return f"{self.origin}: {steps or 'no steps'} ({self.loses})"
+        steps = [shorten(str(step.op.spec), MOST_TEXT) for step in self.plan.programs.forward.steps]
+        if len(steps) > MOST_STEPS:
+            left_out = f"... {len(steps) - MOST_STEPS} more steps ..."
+            steps = [*steps[: MOST_STEPS // 2], left_out, *steps[-MOST_STEPS // 2 :]]
+        return f"{self.origin}: {'; '.join(steps) or 'no steps'} ({self.loses})"
 
 
 def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:

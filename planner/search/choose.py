@@ -372,7 +372,7 @@ def _best(
         found.add(loop_candidates(space, tuple(tried)))
     chosen = found.best_allowed()
     if chosen is None:
-        raise KeyboardInterrupt if found.interrupted else _limit_error(candidates, limits)
+        raise KeyboardInterrupt if found.interrupted else _limit_error(candidates, limits, space.is_late())
     return chosen, candidates
 
 
@@ -427,8 +427,9 @@ def _score(space: SearchSpace, objective: str, result: SearchResult) -> float:
     return first * 1e-12 if objective == "time" else first
 
 
-def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:
+def _limit_error(candidates: Sequence[Candidate], limits: Limits, late: bool) -> PlannerLimitError:
     """Return an error that names limits that succeed. If possible one limit stays as it is, and the other is raised."""
+    why = "no plan was found" + " before the deadline ended the search" * late
     memory, retain = limits
     costs = [candidate.cost for candidate in candidates]
     within_retain = [cost for cost in costs if retain is None or cost.retained_bytes <= retain]
@@ -443,4 +444,4 @@ def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimi
     else:
         pair = min(costs, key=lambda c: (c.peak_bytes, c.retained_bytes))
         enough = Limits(pair.peak_bytes, pair.retained_bytes)
-    return PlannerLimitError.naming("no plan was found", limits, enough)
+    return PlannerLimitError.naming(why, limits, enough)

@@ -91,6 +91,10 @@ class SearchSpace:
         self._paths: dict[Any, Any] = {}
         self._exchange = exchange_pricer(contraction)
 
+    def is_late(self) -> bool:
+        """Whether the deadline is over."""
+        return self.ends is not None and time.monotonic() > self.ends
+
     def _steps_on(self, network: Network) -> NetworkSteps:
         return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
 

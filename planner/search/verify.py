@@ -45,9 +45,9 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
         try:
             return make(options)
         except PlannerLimitError as refusal:
-            least = _least(make, options, refusal)
+            least, why = _least(make, options, refusal), refusal.why
         named = (least.options.memory_limit, least.options.retain_limit)
-        raise PlannerLimitError.naming("no plan was found", (limit, options.retain_limit), named)
+        raise PlannerLimitError.naming(why, (limit, options.retain_limit), named)
     tightened = limit
     for number in range(MOST_SEARCHED):
         try:
