@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from planner.cost.device import Device
+from planner.cost.device import CPU, CPU_OF_XLA, Device
 from planner.language.cached import enter, enter_bytes, forget_many_steps
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
@@ -185,8 +185,8 @@ def run_met(spec: Any, signature: Any) -> RunPlan | None:
 
 def forget_calls() -> None:
     """Forget the functions that run calls met before."""
+    _ALONE.clear()  # first, so that no thread finds more of these
     _RUNNERS.clear()
-    _ALONE.clear()
 
 
 def _run_of_member(request: Request, operands: Any, indices: Any, call: Any) -> RunPlan | None:
@@ -335,7 +335,7 @@ def _read_call(
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
     dtypes = [operand.dtype for operand in described]
-    device = (_read_device(device) or backend.device(operands)).for_call(indices.values())
+    device = (_read_device(device, framework) or backend.device(operands)).for_call(indices.values())
     if request.dtype is None:
         compute = backend.result_dtype(dtypes, operands, resolved.spec, device)
     else:
@@ -376,10 +376,12 @@ def _read_call(
     return at_numbers(contraction)
 
 
-def _read_device(device: Device | str | None) -> Device | None:
-    """Return a device, or the preset of a name."""
+def _read_device(device: Device | str | None, framework: str) -> Device | None:
+    """Return a device, or the preset of a name. That of CPUs has the rates of XLA in JAX."""
     if is_name(device):
-        return Device.preset(device)
+        device = Device.preset(device)
+    if framework == "jax" and device == CPU:
+        return CPU_OF_XLA
     if device is not None and not isinstance(device, Device):
         raise PlannerError(
             f"device={device!r:.80} is not a planner.Device: it holds the rates that times are predicted by"

@@ -97,7 +97,7 @@ def caches() -> Caches:
     """
     alone, others = len(api._ALONE), sum(map(len, BACKEND_CACHES))
     counts = {
-        "members": len(api._RUNNERS) - alone,
+        "members": max(0, len(api._RUNNERS) - alone),  # other threads may change both meanwhile
         "plans": alone,
         "families": len(family.FAMILIES),
         "bound": len(members.BOUND) + others,

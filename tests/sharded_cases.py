@@ -67,7 +67,7 @@ class Case:
 ROWS = Case("nij, q[n]jk -> nik", ((64, 2, 8), (8, 8, 16)), {"q": ((64,), 8)})
 GROUPED = Case("nij, q[n]jk -> nik", ((512, 1, 64), (16, 64, 64)), {"q": ((512,), 16)})
 UNEVEN = Case("nij, q[n]jk -> nik", ((13, 2, 5), (7, 5, 9)), {"q": ((13,), 7)}, uneven=True)
-KEYS = Case("bqhd, bhi[bhqk]d -> bhqk", ((8, 32, 2, 32), (8, 2, 40, 32)), {"i": ((8, 2, 32, 32), 40)})
+KEYS = Case("bqhd, bhi[bhqk]d -> bhqk", ((8, 64, 2, 32), (8, 2, 40, 32)), {"i": ((8, 2, 64, 32), 40)})
 JOINED = Case("ijkl, mip -> jklmp", ((64, 64, 8, 8), (8, 64, 16)), minimize="peak")
 FEW_TERMS = Case("brhp, rhp -> bhp", ((64, 3, 8, 64), (3, 8, 64)))
 CHAIN = Case("ij, jk, kl -> il", ((16, 24), (24, 32), (32, 8)))

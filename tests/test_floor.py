@@ -306,6 +306,24 @@ def test_the_bound_of_a_batch_of_products_on_a_card_holds(device, sizes):
         assert all(least <= choice.cost.picoseconds for choice in choices)
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices"),
+    [
+        ("q[n]c, nc, cd -> q[n]d", [(50, 8), (20000, 8), (8, 8)], {"q": (20000,)}),
+        ("q[n]c, nc, cd -> q[n]d", [(3, 2), (30000, 2), (2, 3)], {"q": (30000,)}),
+        ("s[e]i, e, io -> d[e]o", [(64, 32), (4096,), (32, 32)], {"s": (4096,), "d": (4096,), "sizes": {"d": 64}}),
+    ],
+)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_no_path_beats_a_proven_plan_of_rows_in_jax(spec, shapes, indices, device):
+    """XLA adds rows up in a thirtieth of torch's time. Prices and bounds have its rates."""
+    pytest.importorskip("jax")
+    best = planner.plan(spec, *shapes, backend="jax", optimize="optimal", device=device, **indices)
+    for path in itertools.permutations(range(3), 2):
+        other = planner.plan(spec, *shapes, backend="jax", optimize=[path, (0, 1)], device=device, **indices)
+        assert best.cost.bound <= best.cost.seconds <= other.cost.seconds
+
+
 def test_no_naive_plan_needs_less_than_its_bound():
     """The bound spares most of the naive plans that plans are compared with, so it is often what the plan needs."""
     floors = Floors()

@@ -439,6 +439,15 @@ def test_marks_of_bad_rows_copy_no_array(jax):
     assert jax.numpy.isnan(call(*arguments)).sum() == 32
 
 
+def test_equal_takes_of_an_array_copy_it_once_at_most(jax):
+    """XLA makes one array with the row of NaN for both. It has at most twice the elements that a take takes."""
+    x, q = jax.numpy.ones((128, 32)), jax.numpy.arange(64)
+    call = jax.jit(lambda x, q, p: [planner.contract("q[n]c -> nc", x, q=each) for each in (q, p)])
+    assert call.lower(x, q, q).compile().memory_analysis().temp_size_in_bytes <= x.nbytes + 256
+    large = jax.numpy.ones((129, 32))
+    assert call.lower(large, q, q).compile().memory_analysis().temp_size_in_bytes < 256
+
+
 @pytest.mark.parametrize("narrow", ["float16", "int8"])
 @pytest.mark.parametrize(
     "spec", ["ab,bc->ac", "ab,ab->ab", "ab,bc->abc", "ab,ab,bc->ac", "ab,b->ba", "aab,b->ab", "hb,dab,hae,b->dbah"]

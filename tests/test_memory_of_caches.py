@@ -99,3 +99,11 @@ def test_families_hold_no_more_than_their_budget(monkeypatch):
     assert 1 <= len(family.FAMILIES) == len(family.HELD) < 5
     assert 1 <= len(members.BOUND) == len(members.HELD) < 5
     assert planner.caches().held["families"] <= 20_000
+
+
+def test_what_is_entered_again_counts_as_new():
+    held = {}
+    for key, count in (("a", 50), ("b", 50)):
+        assert cached.enter_bytes(held, key, count, 100) == []
+    assert cached.enter_bytes(held, "a", 60, 100) == ["b"]
+    assert held == {"a": 60}

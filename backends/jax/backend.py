@@ -31,7 +31,7 @@ from planner.backends.jax.rules.sparse import add_rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import asks_for_plain, like_einsum, result_sharding
-from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
+from planner.cost.device import CPU_OF_XLA, TPU_V5E, Device, gpu_preset
 from planner.cost.rates import load_rates
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, PlannerTypeError
@@ -103,7 +103,7 @@ class JaxBackend(Backend):
         """Return the rates of JAX's device; a card has capability 9.0 if our kernels run on it, else 0."""
         platform = jax.default_backend()
         if platform in ("cpu", "tpu"):
-            return load_rates(CPU, "jax", jax.__version__) if platform == "cpu" else TPU_V5E
+            return load_rates(CPU_OF_XLA, "jax", jax.__version__) if platform == "cpu" else TPU_V5E
         return dataclasses.replace(gpu_preset(jax.devices()[0].device_kind), capability=90 if hopper() else 0)
 
     def fuses_cast(self, source: str, dtype: str) -> bool:

@@ -25,7 +25,7 @@ from planner.backends.jax.ops import OPS, marking
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.products import as_dot
 from planner.backends.jax.rows import FASTER, PLAIN, make_table
-from planner.cost.device import CPU, Device
+from planner.cost.device import CPU_OF_XLA, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
 from planner.kernels.grouped_matmul import jax_grouped
@@ -248,7 +248,7 @@ def evaluate(
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]
     else:
-        target = mode.lower.target if isinstance(mode.lower, _Lowerer) else (CPU, "time")
+        target = mode.lower.target if isinstance(mode.lower, _Lowerer) else (CPU_OF_XLA, "time")
         own = id(TABLE.rows[lowering]) if TABLE.has_changed else 0
         parted = several and not _xla_splits(op, lowering)
         run = _Run(lowering, mode.precision, target, platform, pallas, parted, own)

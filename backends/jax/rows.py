@@ -80,10 +80,6 @@ _REORDERED = 2e-9
 _REORDERED_IN_CACHE = 3e-10
 # Seconds for each run of neighbours that XLA takes besides one for each index: 0.5 to 0.9 ns (Intel Xeon, 2026-11-28).
 _TAKEN_APART = 5e-10
-# XLA on CPUs takes and adds so many rows in the time that the preset has for one, which is torch's: 0.4 to 0.8 ns
-# for a row that is taken, 0.6 to 1.6 ns for one that is added up, besides what its bytes take (4,096 rows of up to 64
-# numbers, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
-_TAKEN_ROWS, _ADDED_ROWS = 8, 32
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
 # A permuted result is in memory twice. It may take so many bytes, or this part of an operand's.
@@ -119,8 +115,6 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     parts, kind, size = stock_work(op, device), stock_kind(op), itemsize(op.dtype)
     if device.kind != "cpu" or not isinstance(op, Einsum):
         return [on_card(part, device) if device.kind == "cuda" else part for part in parts]
-    if not device.products:  # these rates were not measured with JAX
-        parts = [part._replace(taken=part.taken // _TAKEN_ROWS, added=part.added // _ADDED_ROWS) for part in parts]
     if kind != "matmul":
         copied = count_copied(op.spec) * size
         fused = fused_takes(op.spec) * size if kind == "take, multiply, add" else 0

@@ -97,6 +97,7 @@ def enter_bytes(held: dict[Any, int], key: Any, count: int, most: int) -> list[A
     change it at once. See `enter`.
     """
     removed = []
+    held.pop(key, None)  # or it would stay as old as it was
     held[key] = count
     total = sum([*held.values()])
     while total > most and len(held) > 1:
