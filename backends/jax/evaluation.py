@@ -317,8 +317,8 @@ class _Run:
         apart = any(axis in output for gather in added for axis in gather.axes)
         with jax.default_matmul_precision(self.precision), jax.named_scope(self.lowering):
             # A step with two takes multiplies their rows in one loop, which marks them as fast as they are.
-            alone = not (self.platform or self.several) and len(op.spec.inputs) == 1
-            number = 1 + zlib.crc32(str(op.spec).encode()) % 2**16 if alone else 0
+            appends = not (self.platform or self.several) and len(op.spec.inputs) == 1
+            number = 1 + zlib.crc32(str(op.spec).encode()) % 2**16 if appends else 0
             run = evaluation(marking(not apart, number), op.spec)
             result = run(inputs, bring_into_range(given, "checked"), False)
         return (poison(result, output, op.spec, added) if apart else result,)

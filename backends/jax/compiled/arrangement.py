@@ -15,10 +15,11 @@ from planner.program.forms import known_product
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
 _TOGETHER = 64
-# XLA copies an array in runs along the innermost axis of the order that it copies into. An element of a run takes
-# 0.1 ns if the run lay together before, else 0.25, and 0.3 if that is beyond blocks of so many elements, which fit the
-# cache. Each run takes 1.3 or 0.1 ns besides. Here are these times by that of a scattered element (2,076 arrangements
-# of 1,852 products, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
+# XLA copies an array in runs along the innermost axis of the order that it copies into. All times are here by that of
+# an element of a run whose elements lay scattered before, 0.25 ns. An element of a run that lay together takes 0.4 of
+# it, and each such run 5 more: runs of 2 to 5 take longer than scattered elements, which was measured. Each scattered
+# run takes 0.5 more, and its elements 0.2 more if the array is reordered beyond blocks of so many elements, which fit
+# the cache (2,076 arrangements of 1,852 products, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
 _RUN_ELEMENT, _RUN, _SCATTERED_RUN, _BLOCK, _BEYOND_BLOCK = 0.4, 5.0, 0.5, 4096, 0.2
 # XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
 # multiplications (each `_TURNED`, if the result is turned). Where it gathers the larger matrix element by element, each
@@ -106,11 +107,13 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         both = wide_axes(spec.terms[place], spec), orders[place]
         excess += _copy_time(*(both[::-1] if place == 2 else both), spec.by_axis)
     if _is_folded(spec, arrangement):
-        slow = _GATHERED * _gathered(spec, arrangement) + (form.sizes[0] > 1) * form.sizes[0] * _BY_MATRIX
+        matrices = form.sizes[0] if form.sizes[0] > 1 else 0
+        slow = _GATHERED * _gathered(spec, arrangement) + matrices * _BY_MATRIX
         return excess + slow + math.prod(form.sizes) / (_TURNED if _is_turned(spec, arrangement) else _FOLDED)
     if min(form.sizes[1:3]) > 1:
         uneven = form.sizes[3] > 1 and form.sizes[3] % _EVEN != 0
         return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
+    # Without a copy einsum's own arrangement is as fast or faster on some processors.
     if not arrangement.copied or max(form.sizes[1:3]) == 1 or _sums_well(spec, arrangement):
         return excess
     return excess + max(math.prod(spec.shape(term)) for term in spec.inputs) / 2

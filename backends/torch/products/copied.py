@@ -62,6 +62,8 @@ class TurnedOps(TorchOps):
         """Return the function that computes a product."""
         first, second = self.turned[::-1] if is_swapped(form, spec, vectors_first=True) else self.turned
 
+        # `matmul_product` copies the transpose if its axes cannot be joined. If they can, it makes a view, and a copy
+        # is made here if the view has no stride of 1.
         def matmul(a: Tensor, b: Tensor) -> Tensor:
             return self.matmul(unit_strided(a.mT).mT if first else a, unit_strided(b.mT).mT if second else b)
 
