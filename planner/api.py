@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.device import CPU, CPU_OF_XLA, Device
-from planner.language.cached import enter, enter_bytes, forget_many_steps
+from planner.language.cached import enter_held, forget_many_steps
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import MODES, Options, Request, check_index_mode, is_name, read_precision
@@ -206,10 +206,7 @@ def _run_of_member(request: Request, operands: Any, indices: Any, call: Any) -> 
 
 def _remember(key: Any, run: RunPlan, held: int = 0) -> None:
     """Enter the function that runs the calls of a key, and the bytes it holds if it has a plan of its own."""
-    for old in enter(_RUNNERS, key, run, _CACHE_LIMIT):
-        _ALONE.pop(old, None)
-    for old in enter_bytes(_ALONE, key, held, _MOST_ALONE) if held else ():
-        _RUNNERS.pop(old, None)
+    enter_held(_RUNNERS, _ALONE, key, run, _CACHE_LIMIT, held, _MOST_ALONE)
 
 
 def plan(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.objective import step_key
-from planner.language.cached import enter, enter_bytes
+from planner.language.cached import enter, enter_held
 from planner.language.derive import resize_spec
 from planner.language.options import MODES
 from planner.language.spec import Spec
@@ -211,17 +211,11 @@ def bind_first_member(
         if family is not None and family.settled and not family.searches_loops:
             maker = BOUND.get(key) or make(family.plan)
         if family is None or not family.interrupted:
-            _remember(key, maker, 0 if family is None or maker is None else bound_bytes(family.plan))
+            held = 0 if family is None or maker is None else bound_bytes(family.plan)
+            enter_held(BOUND, HELD, key, maker, MOST_FAMILIES, held, MOST_BYTES)
         if maker is not None:
             return maker.member(found, shapes, lambda: make(make_family_plan(contraction, families)))
     return None
-
-
-def _remember(key: Any, maker: _Family | None, held: int) -> None:
-    for old in enter(BOUND, key, maker, MOST_FAMILIES):
-        HELD.pop(old, None)
-    for old in enter_bytes(HELD, key, held, MOST_BYTES):
-        BOUND.pop(old, None)
 
 
 def _kind_of(

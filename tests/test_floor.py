@@ -317,7 +317,7 @@ def test_the_bound_of_a_batch_of_products_on_a_card_holds(device, sizes):
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_no_path_beats_a_proven_plan_of_rows_in_jax(spec, shapes, indices, device):
     """XLA adds rows up in a thirtieth of torch's time. Prices and bounds have its rates."""
-    pytest.importorskip("jax")
+    pytest.importorskip("jax", reason="jax is not installed")
     best = planner.plan(spec, *shapes, backend="jax", optimize="optimal", device=device, **indices)
     for path in itertools.permutations(range(3), 2):
         other = planner.plan(spec, *shapes, backend="jax", optimize=[path, (0, 1)], device=device, **indices)

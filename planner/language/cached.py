@@ -106,3 +106,13 @@ def enter_bytes(held: dict[Any, int], key: Any, count: int, most: int) -> list[A
             total -= held.pop(oldest, 0)
             removed.append(oldest)
     return removed
+
+
+def enter_held(
+    cache: dict[Any, Any], held: dict[Any, int], key: Any, value: Any, most: int, count: int, most_bytes: int
+) -> None:
+    """Enter a value into a cache, and the bytes that it holds, if any, beside it: what leaves one leaves both."""
+    for old in enter(cache, key, value, most):
+        held.pop(old, None)
+    for old in enter_bytes(held, key, count, most_bytes) if count else ():
+        cache.pop(old, None)

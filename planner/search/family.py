@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planner.cost.layout import layout_of, strides_in, strides_of
-from planner.language.cached import enter, enter_bytes
+from planner.language.cached import enter_held
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
@@ -166,20 +166,14 @@ def families_of(contraction: Contraction) -> dict[int, Family]:
             try:
                 check_interrupt(plans[top])
                 family = _decide_on_loops(_judged(plans[top], low, parts))
-                _remember((top, parts), family)
+                size = record_bytes(family.plan)
+                enter_held(FAMILIES, HELD, (top, parts), family, MOST_FAMILIES, size, MOST_BYTES)
             except KeyboardInterrupt:
                 family = Family(marked_interrupted(plans[top]), settled=True)
         tried[parts] = family
         if family.settled or family.loops:
             break
     return tried
-
-
-def _remember(key: tuple[Contraction, int], family: Family) -> None:
-    for old in enter(FAMILIES, key, family, MOST_FAMILIES):
-        HELD.pop(old, None)
-    for old in enter_bytes(HELD, key, record_bytes(family.plan), MOST_BYTES):
-        FAMILIES.pop(old, None)
 
 
 def wide_axes(contraction: Contraction) -> list[str]:
