@@ -165,15 +165,15 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         key = arguments
     if run is None:
         contraction = _read_call(request, framework, operands, indices)
+        held, interrupted = 0, False
         if key is not None:
             options = request.hashable()._replace(sizes=request.sizes)
-            run = bind_first_member(backend, options, operands, indices, contraction)
-        held = 0
+            run, interrupted = bind_first_member(backend, options, operands, indices, contraction)
         if run is None:
             made = _plan(contraction, operands, indices)
             run = bind_plan(*(backend.bind_symbols(made, operands, indices, request.sizes) or (made,)))
-            held = bound_bytes(made)
-        if key is not None:
+            held, interrupted = bound_bytes(made), made.interrupted
+        if key is not None and not interrupted:
             _remember(key, run, held)
     return run(operands, indices)
 

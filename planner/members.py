@@ -182,17 +182,18 @@ def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: 
 
 def bind_first_member(
     backend: Backend, asked: Sequence[Any], operands: Any, indices: Any, contraction: Contraction
-) -> RunPlan | None:
-    """Return the function that runs the first call of a family; None if the call must be planned by itself.
+) -> tuple[RunPlan | None, bool]:
+    """Return the function that runs the first call of a family, and whether Ctrl-C ended the search for its plan.
 
-    The arguments are those of `bind_member`, and the contraction of the call.
+    There is no function if the call must be planned by itself. The arguments are those of `bind_member`, and the
+    contraction of the call.
     """
     call = _kind_of(backend, asked, operands, indices)
     if call is None or MODES[contraction.index_mode].bad == "drop" or contraction.device.kind != "cpu":
-        return None
+        return None, False
     families = families_of(contraction)
     if not families:
-        return None
+        return None, False
     kind, shapes, numbers = call
     names, given = tuple(indices), asked[1]
     sizes = READERS.get(kind)
@@ -207,15 +208,16 @@ def bind_first_member(
     for key in sizes.keys(found):
         maker, family = None, families.get(key[1])
         if family is None and key[1] != WIDE:
-            return None
+            return None, False
         if family is not None and family.settled and not family.searches_loops:
             maker = BOUND.get(key) or make(family.plan)
         if family is None or not family.interrupted:
             held = 0 if family is None or maker is None else bound_bytes(family.plan)
             enter_held(BOUND, HELD, key, maker, MOST_FAMILIES, held, MOST_BYTES)
         if maker is not None:
-            return maker.member(found, shapes, lambda: make(make_family_plan(contraction, families)))
-    return None
+            run = maker.member(found, shapes, lambda: make(make_family_plan(contraction, families)))
+            return run, family is not None and family.interrupted
+    return None, False
 
 
 def _kind_of(

@@ -115,6 +115,26 @@ def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
     assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1
 
 
+@pytest.mark.parametrize("case", ["star", "member"])
+def test_contract_plans_a_call_anew_whose_search_ctrl_c_ended(monkeypatch, case):
+    spec, operands = STAR if case == "star" else (MEMBER[0], [np.ones(shape, np.float32) for shape in MEMBER[1]])
+    searched, ended = steps(monkeypatch, spec, operands), 0
+    for at in range(searched // 2, searched + 1, max(1, searched // 20)):
+        planner.caches().clear()
+        with monkeypatch.context() as patched:
+            interrupt(patched, at)
+            try:
+                result = planner.contract(spec, *operands)
+            except KeyboardInterrupt:
+                continue
+        ended += 1
+        with monkeypatch.context() as patched:
+            calls = interrupt(patched, None)
+            np.testing.assert_array_equal(planner.contract(spec, *operands), result)
+        assert calls, "the plan of a search that was interrupted was taken again"
+    assert ended
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_ctrl_c_after_a_lean_plan_is_found_gives_that_plan(monkeypatch):
     plain = choose.prefer_autograd

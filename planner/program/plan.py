@@ -186,6 +186,11 @@ class PlanRecord(Contraction):
         return "some" if bases - set(range(len(self.operands))) else "inputs"
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search, and the plan is the best that it had found by then."""
+        return self.origin.startswith("interrupted")
+
+    @property
     def loop(self) -> Loop | None:
         """The first loop over slices in the tree; None if there is none."""
         return find_loop(self.tree)

@@ -101,7 +101,7 @@ def check_interrupt(plan: PlanRecord) -> PlanRecord:
     Raises:
         KeyboardInterrupt: Ctrl-C ended its search.
     """
-    if plan.origin.startswith("interrupted"):
+    if plan.interrupted:
         raise KeyboardInterrupt
     return plan
 
@@ -111,7 +111,7 @@ def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
     contraction, options = plan.contraction, plan.options
     if plan.proven or options.minimize != "time" or options.optimize not in SEARCHES or options.limited:
         return plan
-    if contraction.symbols or plan.device.kind == "cpu" or plan.origin.startswith("interrupted"):
+    if contraction.symbols or plan.device.kind == "cpu" or plan.interrupted:
         return plan
     naive = naive_plan(contraction, as_run=True, keeps_copies=False)
     if naive.cost.seconds >= plan.cost.seconds:
@@ -127,7 +127,7 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     is compiled too, the naive plan is taken if it needs no more memory and is predicted to take about as long.
     """
     contraction, options = plan.contraction, plan.options
-    if contraction.symbols or plan.origin.startswith("interrupted") or not _is_compared(contraction):
+    if contraction.symbols or plan.interrupted or not _is_compared(contraction):
         return plan
     compiles = load_backend(contraction.backend).compiles
     has_choice = len(contraction.operands) > 2 or bool(contraction.resolved.spec.gathers)
@@ -153,7 +153,7 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
             break
         with contextlib.suppress(PlannerLimitError):
             found.append(make_plan(contraction, loops=in_loops))
-            if found[-1].origin.startswith("interrupted"):
+            if found[-1].interrupted:
                 return _in_place_of(plan, found[-1], "as lean as einsum")
     if not found:
         return plan

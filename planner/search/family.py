@@ -82,7 +82,7 @@ class Family:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the search for the plan, or what decides on the family. Then it is not remembered."""
-        return self.plan.origin.startswith("interrupted")
+        return self.plan.interrupted
 
 
 T = TypeVar("T")

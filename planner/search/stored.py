@@ -66,7 +66,7 @@ def remembered(contraction: Contraction, loops: bool, search: Callable[[], PlanR
     table = load_backend(contraction.backend).table
     before = table.priced
     plan = search()
-    ended = plan.origin.startswith("interrupted") or (contraction.options.deadline is not None and not plan.proven)
+    ended = plan.interrupted or (contraction.options.deadline is not None and not plan.proven)
     if table.priced - before >= LEAST_PRICED and not ended:
         parts = {name: encode(getattr(plan, name)) for name in ("tree", "programs", "proven", "origin")}
         remember("searched", key, parts, quiet=True)

@@ -56,7 +56,7 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
             break
         if _need(plan) <= limit:
             return dataclasses.replace(plan, options=options, proven=plan.proven and number == 0)
-        if plan.origin.startswith("interrupted"):
+        if plan.interrupted:
             raise KeyboardInterrupt
         tightened = plan.cost.peak_bytes * limit // _need(plan)
     try:

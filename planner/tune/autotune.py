@@ -64,7 +64,7 @@ def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     Returns:
         The plan. Its origin says where it comes from.
     """
-    if plan.origin.startswith("interrupted"):
+    if plan.interrupted:
         return plan
     key = key_of(plan, operands)
     if key is not None and (remembered := _recall_plan(plan, key)) is not None:
