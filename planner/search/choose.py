@@ -24,6 +24,7 @@ from planner.search.refine import (
     is_fastest_kept,
     keep_inputs,
     order_children,
+    order_values,
     prefer_autograd,
     quicken_steps,
     with_einsum_copies,
@@ -395,6 +396,7 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None
         candidate = Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)
+        candidate = order_values(space, candidate)
         yield candidate
         if any(space.requires) and not (limits == NO_LIMITS and (proven or is_fastest_kept(space, candidate))):
             yield keep_inputs(space, candidate)

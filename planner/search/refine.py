@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,15 +12,16 @@ from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
+from planner.program.forms import product_form
 from planner.program.frameworks import Backend, load_backend
-from planner.program.ops import JointGradient, Op, PricedImplementation
+from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Leaf, Node, Tree, keep_nothing, merge_takes, nodes_of
+from planner.program.tree import Leaf, Node, Tree, change_tree, keep_nothing, merge_takes, nodes_of
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
-MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
+MOST_NODES, MOST_STEPS, MOST_OPS, MOST_ORDERED = 12, 200, 24, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that the naive tree may take with index arrays if it needs more than that, because it retains the
@@ -32,6 +34,8 @@ _MOST_OPERANDS, _WORTH_COPIES = 4, 0.9
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
+# Another order of a value's axes must be predicted to cost this part of the plan: smaller gains are no gains.
+_WORTH_ORDER = 0.99
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -62,6 +66,68 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
                 candidate = dataclasses.replace(candidate, programs=programs, lower=lower, proven=False)
                 break
     return candidate
+
+
+def order_values(space: SearchSpace, best: Candidate) -> Candidate:
+    """Return the candidate with the axes of its values in the orders that are predicted to cost least.
+
+    The search gives the axes of all values one order. A product copies no result that has its factors' order: the axes
+    of both, then those of one, then those of the other. But the step that reads the result may copy it. If a step of
+    the plan copies, both such orders are tried for each product. Ctrl-C ends that.
+    """
+    options, key = space.options, plan_key(space.options.minimize)
+    count = sum(1 for _ in nodes_of(best.tree))
+    if options.minimize not in ("time", "bytes") or best.loop is not None or count > MOST_ORDERED:
+        return best
+    if load_backend(space.backend).compiled_peak or not within(best.cost, options):
+        return best
+    try:
+        for number in range(1, count):
+            if not best.cost.copied_bytes:
+                break
+            for turned in (False, True):
+                tree = with_result_in_order(best.tree, number, turned)
+                programs = best.programs if tree is best.tree else space.programs(tree, best.lower)
+                if within(programs.cost, options) and key(programs.cost)[0] < _WORTH_ORDER * key(best.cost)[0]:
+                    best = dataclasses.replace(best, tree=tree, programs=programs, proven=False)
+                    break
+    except KeyboardInterrupt:
+        return dataclasses.replace(best, interrupted=True)
+    return best
+
+
+def with_result_in_order(tree: Tree, number: int, turned: bool) -> Tree:
+    """Return a tree in which the result of a step, if it is a product, has the order of its factors.
+
+    Args:
+        tree: the tree.
+        number: the number of the step, as `nodes_of` counts.
+        turned: whether the axes of the second factor alone come before those of the first.
+    """
+    product = next(itertools.islice(nodes_of(tree), number, None))
+    op = product.op
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None:
+        return tree
+    groups = (form.batch, form.right, form.left) if turned else (form.batch, form.left, form.right)
+    old, new = op.spec.output, tuple(itertools.chain(*groups))
+    if new == old:
+        return tree
+    dims = [old.index(axis) for axis in new]
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        op = node.op
+        if node is product:
+            op = dataclasses.replace(op, spec=dataclasses.replace(op.spec, output=new))
+        elif any(child is product for child in node.children):
+            terms = [
+                tuple([term[dim] for dim in dims]) if child is product else term
+                for child, term in zip(node.children, op.spec.inputs, strict=True)
+            ]
+            op = dataclasses.replace(op, spec=dataclasses.replace(op.spec, inputs=tuple(terms)))
+        return dataclasses.replace(node, op=op, children=children)
+
+    return change_tree(tree, change)
 
 
 def order_children(space: SearchSpace, best: Candidate) -> Candidate:
