@@ -76,6 +76,10 @@ def nodes_of(case):
 plan_without_loops = mock.patch("planner.search.choose.loop_candidates", mock.Mock(return_value=()))(plan_of)
 
 
+# Nor does it know other orders of axes than the one that the search gives all values.
+as_searched = mock.patch("planner.search.choose.order_values", lambda space, best: best)
+
+
 def space_of(case, backend="numpy", dtype=None):
     operands, given = stand_ins(case)
     resolved = resolve_shapes(case.spec, case.shapes, {name: q.shape for name, q in case.indices.items()}, case.sizes)
@@ -99,8 +103,7 @@ def lowerers(problem, backend):
 
 # That a plan is as lean as einsum counts more than its time; `test_plans_are_as_lean_as_einsum` looks at that.
 @mock.patch("planner.search.choose._no_worse_than_einsum", lambda plan, loops: plan)
-# Brute force gives the axes of all values one order, as the search does.
-@mock.patch("planner.search.choose.order_values", lambda space, best: best)
+@as_searched
 def assert_least(case, backend, most_trees, dtype=None):
     problem = space_of(case, backend, dtype)
     chosen, trees = lowerers(problem, backend), every_tree(problem, most_trees)
@@ -315,6 +318,7 @@ def assert_least_within(make_plan, priced, objective, memory, retain):
     return plan
 
 
+@as_searched
 @settings(max_examples=examples(60, 600))
 @given(networks(4), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_what_is_kept_is_the_best_within_limits(case, objective, random):

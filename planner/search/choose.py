@@ -386,17 +386,18 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
+        origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"
+        bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
+        found = result if bounds else None
+        candidate = Candidate(programs, result.tree, lower, False, origin, result.interrupted, found)
+        candidate = order_values(space, candidate)
         # The search takes intermediates to be row-major, and guards to need no memory. Where that does not hold, a plan
         # may cost more or less than its score.
         # Of two equal steps one may have a named row, and the programs have it in both.
         scored = programs.row_major and objective != "peak" and not result.names
-        as_searched = scored or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
+        as_searched = scored or plan_key(objective)(candidate.cost)[0] <= _score(space, objective, result)
         proven = exact and can_prove and as_searched
-        origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"
-        bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
-        found = result if bounds else None
-        candidate = Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)
-        candidate = order_values(space, candidate)
+        candidate = dataclasses.replace(candidate, proven=proven)
         yield candidate
         if any(space.requires) and not (limits == NO_LIMITS and (proven or is_fastest_kept(space, candidate))):
             yield keep_inputs(space, candidate)

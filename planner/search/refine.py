@@ -89,7 +89,7 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
                 tree = with_result_in_order(best.tree, number, turned)
                 programs = best.programs if tree is best.tree else space.programs(tree, best.lower)
                 if within(programs.cost, options) and key(programs.cost)[0] < _WORTH_ORDER * key(best.cost)[0]:
-                    best = dataclasses.replace(best, tree=tree, programs=programs, proven=False)
+                    best = dataclasses.replace(best, tree=tree, programs=programs)
                     break
     except KeyboardInterrupt:
         return dataclasses.replace(best, interrupted=True)
