@@ -299,6 +299,46 @@ def test_rows_that_lie_as_rows_are_multiplied_as_columns_on_amd_alone(spec, a, b
     planner.caches().clear()
 
 
+@pytest.mark.parametrize("amd", [True, False])
+@pytest.mark.parametrize(
+    ("spec", "a", "b"), [("ijk,zuvij->zvk", (3, 3, 5), (64, 2, 8, 3, 3)), ("kn,zuk->zn", (8, 8), (512, 2, 8))]
+)
+def test_autograd_records_such_products_as_columns_too(spec, a, b, amd, monkeypatch):
+    monkeypatch.setattr(transposed, "is_amd", lambda: amd)
+    planner.caches().clear()
+    operands = [integers(*a, grad=True), integers(*b, grad=True)]
+    planner.contract(spec, *operands)
+    (shapes,), found = shapes_of_products(lambda: planner.contract(spec, *operands))
+    assert (shapes[0][-2] < shapes[1][-1]) == amd
+    expected = torch.einsum(spec, *operands)
+    assert not amd or found.stride() == expected.stride()
+    assert found.stride() == planner.contract(spec, *(x.detach() for x in operands)).stride()
+    cotangent = integers(*expected.shape)
+    ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, ours, theirs))
+    planner.caches().clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "pool", "multiplied"),
+    [
+        ("nhd, c[n]hsd -> nhs", (32, 4, 32, 16), False),
+        ("nhd, c[n]hds -> nhs", (32, 4, 16, 32), True),  # its gradient lies as the rows do
+        ("nhd, c[n]hsd -> nhs", (32, 4, 8, 16), True),  # too few elements
+    ],
+)
+def test_autograd_multiplies_no_rows_of_which_it_would_add_up_a_transposed_gradient(spec, pool, multiplied):
+    operands, rows = [integers(64, 4, 16, grad=True), integers(*pool, grad=True)], torch.arange(64) % 32
+    plan = planner.plan(spec, *operands, c=rows)
+    assert ("matmul" in [step.choice.lowering for step in plan.steps]) == multiplied
+    found, expected = plan(*operands, c=rows), torch.einsum(spec.replace("c[n]", "n"), operands[0], operands[1][rows])
+    cotangent = integers(*expected.shape)
+    ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("amd", [False, True])
 def test_results_of_chains_lie_the_same_on_all_processors(amd, monkeypatch):
     """And with gradients as without: programs may view them."""

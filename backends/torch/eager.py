@@ -28,15 +28,8 @@ from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.products import copied, elementwise, transposed
+from planner.backends.torch.products import copied, einsum, elementwise, transposed
 from planner.backends.torch.products.batches import has_few_neighbours, has_long_dots, is_intel
-from planner.backends.torch.products.einsum import (
-    MOST_LETTERS,
-    count_matrix_views,
-    einsum_call,
-    has_slow_gradients,
-    has_vectors,
-)
 from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
 from planner.backends.torch.products.few_columns import runs_few
 from planner.backends.torch.strides import (
@@ -237,7 +230,7 @@ class _Compiler:
             return None
         parts = [child for child in children if child is not None]
         standins = [standin for _, standin in parts]
-        if not self._differentiates_alike(tree.op, standins):
+        if not self._differentiates_alike(tree, standins):
             return None
         first = tree.children[0]
         free = isinstance(first, Leaf) and first.operand not in self.unkept
@@ -280,13 +273,14 @@ class _Compiler:
             return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
         return (lambda xs, _=None: step(left(xs), right(xs))), result
 
-    def _differentiates_alike(self, op: Op, standins: Sequence[Strided]) -> bool:
+    def _differentiates_alike(self, node: Node, standins: Sequence[Strided]) -> bool:
         """Return whether the plan computes the gradients of a step as torch does.
 
         That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum. Autograd
-        multiplies for both operands before it sums for the first, which only its own plans allow for.
+        multiplies for both operands before it sums for the first, which only its own plans allow for. Rows that were
+        taken must have a gradient that can be added up as it lies.
         """
-        kind = stock_kind(op)
+        op, kind = node.op, stock_kind(node.op)
         if self.chosen is None or kind not in ("matmul", "multiply", *INDEXED):
             return True
         trained = [number for number, x in enumerate(standins) if x.requires_grad]
@@ -298,7 +292,9 @@ class _Compiler:
             forms = map(product_form, gradients)
             return rows == [MULTIPLY_SUM if form is not None and form.contracted else "multiply" for form in forms]
         if kind == "matmul":
-            return transposed.TRANSPOSED not in rows
+            takes = [isinstance(child, Node) and bool(child.op.gathers) for child in node.children]
+            turned = any(takes[number] and einsum.turns_gradient(op, number) for number in trained)
+            return transposed.TRANSPOSED not in rows and not turned
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
         for number, row in zip(trained, rows, strict=True):
             repeats = any(op.spec.size(e) != 1 for e in op.spec.output if e not in op.spec.inputs[number])
@@ -335,13 +331,14 @@ class _Compiler:
         recorded = self.chosen is not None
         if kind == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = known_product(spec)
-            if recorded and has_vectors(form, MOST_VECTORS):
+            if recorded and einsum.has_vectors(form, MOST_VECTORS):
                 return None
             if self.tries:
                 return _no_run, result
-            if root and not recorded and self.on_cpu and (last := transposed.last_product(op, standins, self.operands)):
+            ends = root and self.on_cpu
+            if ends and (last := transposed.last_product(op, standins, self.operands, recorded)) is not None:
                 return last, result
-            calls = self._einsum(spec, standins) if recorded and has_slow_gradients(form) else None
+            calls = self._einsum(spec, standins) if recorded and einsum.has_slow_gradients(form) else None
             cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
             calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(spec, standins))
             if calls is None and not result.copied:  # then looks at strides can be left out
@@ -352,13 +349,13 @@ class _Compiler:
                 return outer
             form = known_product(spec)
             follows = evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False)
-            by_einsum = not recorded and len(spec.axes) <= MOST_LETTERS
+            by_einsum = not recorded and len(spec.axes) <= einsum.MOST_LETTERS
             if 1 in spec.by_axis.values():  # an axis of size 1 may lie otherwise than in what `torch.einsum` returns
                 if root and by_einsum:
-                    return einsum_call(form, spec, spec.output, False), follows
+                    return einsum.einsum_call(form, spec, spec.output, False), follows
             elif root or follows.strides == result.strides:
                 if by_einsum and count_views(form, spec) >= 4:
-                    return einsum_call(form, spec, spec.output, False), follows
+                    return einsum.einsum_call(form, spec, spec.output, False), follows
                 return elementwise.broadcast_product(spec), follows
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
@@ -403,11 +400,12 @@ class _Compiler:
         form, recorded = known_product(spec), self.chosen is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = any(copies_of(*operand)[1] for operand in operands)
-        few_calls = count_matrix_views(form, spec) < 3
+        few_calls = einsum.count_matrix_views(form, spec) < 3
         # Few multiplications take less time than copies for unit strides.
         most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
-        alike = has_slow_gradients(form) if recorded else joint_elements(spec) <= most
-        if (scattered != recorded and not alike) or (few_calls and not recorded) or len(spec.axes) > MOST_LETTERS:
+        alike = einsum.has_slow_gradients(form) if recorded else joint_elements(spec) <= most
+        is_long = len(spec.axes) > einsum.MOST_LETTERS
+        if is_long or (scattered != recorded and not alike) or (few_calls and not recorded):
             return None
         leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
         few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
@@ -419,7 +417,7 @@ class _Compiler:
         free = tuple(axis for axis in output if axis not in form.batch)
         if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
             return None  # einsum has rules of its own for axes of size 1
-        call = einsum_call(form, spec, output, swapped)
+        call = einsum.einsum_call(form, spec, output, swapped)
         if output == spec.output:
             return call
         dims = tuple(output.index(axis) for axis in spec.output)

@@ -268,16 +268,19 @@ def _native_calls(op: Op, transposed: Spec) -> Product:
     return lambda a, b: call(a, b).permute(dims)
 
 
-def last_product(op: Op, standins: Sequence[Strided], operands: Sequence[Strided]) -> Product | None:
-    """Return the native calls of a plan's last product, without gradients, if its transpose is faster; else None.
+def last_product(
+    op: Op, standins: Sequence[Strided], operands: Sequence[Strided], recorded: bool = False
+) -> Product | None:
+    """Return the native calls of a plan's last product if its transpose is faster; else None.
 
     Args:
         op: the step, without layouts.
         standins: stand-ins of the operands.
         operands: those of the plan's operands.
+        recorded: whether autograd records the calls, and so computes the gradients of the transpose.
     """
     # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
-    if len(op.spec.axes) == 3 and has_few_terms(op):
+    if not recorded and len(op.spec.axes) == 3 and has_few_terms(op):
         return _product(op)
     planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
     # A product of operands as they are runs as einsum's own, whose result is row-major. If einsum sums an operand
