@@ -397,3 +397,40 @@ def test_what_mkl_takes_long_for_is_priced(spec, shapes, nanoseconds):
     moving = CPU.moving_seconds(op.bytes_touched()) * (op.spec.output == ("a",))
     expected = max(0, nanoseconds * 1e-9 - moving) if nanoseconds else 0
     assert batches.vector_seconds(product_form(op.spec), op, CPU) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("bdmj,mbij->jdi", ((16, 16, 4, 16), (4, 16, 128, 16))),  # einsum copies the second as a whole
+        ("bdmj,mbij->jdi", ((1, 16, 4, 16), (4, 1, 128, 16))),  # an axis of size 1
+        ("nkbi,imkn->nkmb", ((32, 8, 16, 16), (16, 8, 8, 32))),
+        ("jdm,jim->jdi", ((8, 16, 32), (8, 64, 32))),  # no copies
+    ],
+)
+def test_autograd_keeps_the_copies_of_einsum_and_no_step_makes_them_again(spec, shapes):
+    operands = [integers(*shape).requires_grad_() for shape in shapes]
+    plan = planner.plan(spec, *operands)
+    plan(*operands)
+    found, held = torch_memory(lambda: plan(*operands))
+    expected, kept = torch_memory(lambda: torch.einsum(spec, *operands))
+    assert plan.cost.retained_bytes == held.retained_bytes == kept.retained_bytes == plan.naive_cost.retained_bytes
+    cotangent = integers(*expected.shape)
+    ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_an_extra_copy_that_autograd_keeps_is_small():
+    """Einsum copies the rows that are taken instead, of which a copy takes the place."""
+    spec, rows = "nbhd,q[b]nih->nbdi", torch.tensor([2, 0])
+    for factor, by_autograd in ((1, True), (64, False)):
+        operands = [integers(4, 2, 2, 16 * factor).requires_grad_(), integers(4, 4, 128, 2).requires_grad_()]
+        plan = planner.plan(spec, *operands, q=rows)
+        plan(*operands, q=rows)
+        found, held = torch_memory(lambda plan=plan, operands=operands: plan(*operands, q=rows))
+        assert plan.cost.retained_bytes == held.retained_bytes
+        assert plan.programs.by_autograd == by_autograd
+        assert held.retained_bytes <= 8192 + eager.MOST_COPIED
+        expected = torch.einsum("nbhd,bnih->nbdi", operands[0], operands[1][rows])
+        assert torch.equal(found, expected)

@@ -78,6 +78,8 @@ MOST_SMALL_SECONDS = 2e-4
 MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
 # Batched vectors of more multiplications run as a Function, see `has_vectors`.
 MOST_VECTORS = 2**20
+# A plan that was made for autograd may keep a copy of so many bytes that einsum would not make.
+MOST_COPIED = 2**14
 # What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
 # each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 75e-6, 30e-6
@@ -145,11 +147,10 @@ def kept_copies(
 
     A Function of planner's own would keep the operands in their place, but takes longer.
     """
-    options, floats = contraction.options, ("float32", "float64")
-    free = not options.limited and options.objective == "time"
-    free = free and contraction.device.kind == "cpu" and contraction.mesh is None
+    options, on_cpu = contraction.options, contraction.device.kind == "cpu" and contraction.mesh is None
+    free = on_cpu and not options.limited and options.objective == "time"
     copied = any(step.choice.cost.copied_bytes for step in forward)
-    if not (copied and free) or records is False or contraction.dtype not in floats:
+    if not (copied and free) or records is False or contraction.dtype not in ("float32", "float64"):
         return None
     if any(step.recomputed for step in backward) or any(step.choice.lowering not in NATIVE for step in forward):
         return None
@@ -232,10 +233,8 @@ class _Compiler:
         standins = [standin for _, standin in parts]
         if not self._differentiates_alike(tree, standins):
             return None
-        first = tree.children[0]
-        free = isinstance(first, Leaf) and first.operand not in self.unkept
-        made = self._step(tree.op, standins, free, root)
-        if made is None:
+        free = isinstance(tree.children[0], Leaf) and tree.children[0].operand not in self.unkept
+        if (made := self._step(tree.op, standins, free, root)) is None:
             return None
         run, result = made
         if result.copied and not copies:
@@ -244,8 +243,7 @@ class _Compiler:
                 return None
             self.kept.extend(kept)
             result = result._replace(copied=False)
-        planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-        _, layout = stock_layout(planned)
+        _, layout = stock_layout(tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
         if (
             self.rows.get(tree.op.spec) not in (*BY_ELEMENT, *transposed.REORDERED)
             and not (root and kind == "multiply")
@@ -338,9 +336,9 @@ class _Compiler:
             ends = root and self.on_cpu
             if ends and (last := transposed.last_product(op, standins, self.operands, recorded)) is not None:
                 return last, result
-            calls = self._einsum(spec, standins) if recorded and einsum.has_slow_gradients(form) else None
+            calls = self._einsum(op, standins) if recorded and einsum.has_slow_gradients(form) else None
             cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
-            calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(spec, standins))
+            calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(op, standins))
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
@@ -385,7 +383,7 @@ class _Compiler:
             return None if calls.keeps and not free else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 
-    def _einsum(self, spec: Spec, standins: Sequence[Strided]) -> Callable[..., Tensor] | None:
+    def _einsum(self, op: Op, standins: Sequence[Strided]) -> Callable[..., Tensor] | None:
         """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
 
         It takes less time than three calls that make views, but autograd records more of it. There it is of use if
@@ -397,13 +395,15 @@ class _Compiler:
         if the output begins with the batch: else they take 3.4 times einsum's time (Xeon). Without gradients groups of
         another order than the output's are permuted.
         """
-        form, recorded = known_product(spec), self.chosen is not None
+        spec, form, recorded = op.spec, known_product(op.spec), self.chosen is not None
         operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
         scattered = any(copies_of(*operand)[1] for operand in operands)
         few_calls = einsum.count_matrix_views(form, spec) < 3
         # Few multiplications take less time than copies for unit strides.
         most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
         alike = einsum.has_slow_gradients(form) if recorded else joint_elements(spec) <= most
+        if recorded:
+            form = einsum.recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
         is_long = len(spec.axes) > einsum.MOST_LETTERS
         if is_long or (scattered != recorded and not alike) or (few_calls and not recorded):
             return None
@@ -429,19 +429,21 @@ class _Compiler:
         The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
         copied, in place of which the plan says that its base is kept, or if copies for unit strides would be kept.
         """
-        form, kept, out = known_product(node.op.spec), [], node.op.spec.output
+        planned = node.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+        form, kept, out = einsum.recorded_form(planned), [], node.op.spec.output
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)
             size = math.prod(x.shape) * itemsize(node.op.dtype)
             if isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal"):
                 continue
-            if (reshaped and not isinstance(child, Leaf)) or (strided and not self._einsum(node.op.spec, standins)):
+            if (reshaped and not isinstance(child, Leaf)) or (strided and not self._einsum(node.op, standins)):
                 return None
             # The order in which einsum views axes as one.
             ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]
             alike = ordered == [*map(list, groups)] or copies_of(x, term, ordered)[0]
-            if reshaped and other.requires_grad and not alike:
+            is_small = self.records and size <= MOST_COPIED
+            if reshaped and other.requires_grad and not (alike or is_small):
                 return None
             if reshaped and other.requires_grad:
                 kept.append(size)

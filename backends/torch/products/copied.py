@@ -26,6 +26,7 @@ from planner.backends.common.stock_rows import (
     stock_kind,
 )
 from planner.backends.torch.ops import OPS, TorchOps, multiply, unit_strided, viewing
+from planner.backends.torch.products.einsum import recorded_form
 from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.transposed import TRANSPOSED, result_ops
 from planner.backends.torch.strides import Strided
@@ -142,9 +143,8 @@ def with_kept_copies(
         seconds = 0.0
         for number, order in _orders_of_copies(step.op).items():
             orders[step.inputs[number]] = order
-            form = known_product(step.op.spec)
-            seconds += copy_loops_seconds(number, form, step.op, device, in_order=True)
-            seconds -= copy_loops_seconds(number, form, step.op, device)
+            seconds += copy_loops_seconds(number, recorded_form(step.op), step.op, device, in_order=True)
+            seconds -= copy_loops_seconds(number, known_product(step.op.spec), step.op, device)
         cost = step.choice.cost
         cost = cost._replace(picoseconds=cost.picoseconds + max(0, round(1e12 * seconds)))
         before.append(dataclasses.replace(step, choice=dataclasses.replace(step.choice, cost=cost)))
@@ -168,7 +168,7 @@ def _orders_of_copies(op: Op) -> dict[int, list[str]]:
     form = product_form(op.spec) if isinstance(op, Einsum) else None
     if form is None or not form.contracted:
         return {}
-    layouts = op.layouts or (None, None)
+    form, layouts = recorded_form(op), op.layouts or (None, None)
     return {
         number: [axis for group in groups for axis in group]
         for number, groups in enumerate(form.matrices[:2])
