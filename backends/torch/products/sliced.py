@@ -35,8 +35,10 @@ from planner.program.ops import Op
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
-# How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us.
-SLICE_LAUNCHES = 4.3
+# How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us; all
+# slices together besides; and a batched product and its sum besides what they launch, by how much longer than `matmul`
+# they take at 2 to 16 slices of 16 x 16 (one core of an AMD EPYC 9005, torch 2.13, 2026-11-30).
+SLICE_LAUNCHES, _ALL_LAUNCHES, _SUM_LAUNCHES = 4.3, 6, 2
 
 
 def sliced_rows() -> list[Implementation]:
@@ -103,7 +105,8 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
     wait = 0.0
     if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
         wait = min(device.work_seconds(work), count * _WAIT_SECONDS)
-    return [work, Work(launches=count * (SLICE_LAUNCHES if device.kind == "cpu" else 1), seconds=wait)]
+    launches = _ALL_LAUNCHES + count * SLICE_LAUNCHES if device.kind == "cpu" else count
+    return [work, Work(launches=launches, seconds=wait)]
 
 
 def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -173,12 +176,13 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), launches=VIEW_LAUNCHES * (views + 1),
                    matrices=device.matrices(batch),
                    seconds=batch_seconds(device, read + wide, batch))  # fmt: skip
-    others = 0.0
+    others, launches = 0.0, 2
     if device.kind == "cpu":
+        launches += _SUM_LAUNCHES
         scratch = dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, spec)
         product = product._replace(scratch=wide + scratch)
         others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
-    parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=2)]
+    parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=launches)]
     return with_doubt(parts, device, 0.05) if device.kind == "cpu" else parts
 
 
