@@ -638,3 +638,27 @@ def test_peaks_of_summed_gradients_are_those_of_who_computes_them(spec, shapes, 
     torch.autograd.grad(result, operands, weights, retain_graph=True)
     _, memory = torch_memory(lambda: torch.autograd.grad(result, operands, weights, retain_graph=True))
     assert memory.peak_bytes <= plan.cost.backward.peak_bytes <= 1.1 * memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "rows", "by_einsum"),
+    [
+        ("bhid, r[ij]d -> bhij", [(2, 4, 8, 16), (31, 16)], (8, 8), True),
+        ("bhd, p[bt]shd -> bhts", [(4, 4, 16), (32, 8, 4, 16)], (4, 4), True),  # the rows are copied
+        ("bhd, p[bt]shd -> bhts", [(4, 4, 64), (32, 8, 4, 64)], (4, 16), False),  # too many to be copied by einsum
+        ("tki, e[tk]io -> tko", [(6, 2, 4), (5, 4, 3)], (6, 2), True),
+    ],
+)
+def test_small_products_of_rows_are_a_take_and_one_call_of_einsum(spec, shapes, rows, by_einsum):
+    operands = [integers(*shape) for shape in shapes]
+    index = {re.search(r"(\w)\[", spec)[1]: torch.randint(0, shapes[1][0], rows)}
+    planner.contract(spec, *operands, **index)
+    with torch.profiler.profile() as recorded:
+        found = planner.contract(spec, *operands, **index)
+    names = [event.name for event in recorded.events()]
+    assert ("aten::einsum" in names) == by_einsum
+    assert names.count("aten::index_select") + names.count("aten::index") == 1
+    np.testing.assert_array_equal(found, reference(spec, *operands, **index))
+    plan = planner.plan(spec, *operands, **index)
+    _, measured = torch_memory(lambda: plan(*operands, **index))
+    assert measured.peak_bytes <= plan.cost.peak_bytes

@@ -22,14 +22,14 @@ from typing import Any
 
 from torch import Tensor
 
-from planner.backends.common.stock import count_views, evaluation, is_swapped
-from planner.backends.common.stock_layout import stock_layout
+from planner.backends.common.stock import count_views, evaluation
+from planner.backends.common.stock_layout import product_copies, stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
 from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.products import copied, einsum, elementwise, transposed
-from planner.backends.torch.products.batches import has_few_neighbours, has_long_dots, is_intel
+from planner.backends.torch.products.batches import has_long_dots, is_intel
 from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
 from planner.backends.torch.products.few_columns import runs_few
 from planner.backends.torch.strides import (
@@ -45,8 +45,8 @@ from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, indexed_dims
 from planner.program.contraction import Contraction
-from planner.program.forms import known_product, product_form
-from planner.program.ops import Cast, Guard, Op, joint_elements
+from planner.program.forms import known_product, product_form, product_of_rows
+from planner.program.ops import Cast, Einsum, Guard, Op, joint_elements
 from planner.program.program import Programs, Step
 from planner.program.tree import Leaf, Node, Tree, nodes_of
 
@@ -73,13 +73,12 @@ MOST_NATIVE_SECONDS = 2.5e-3
 # Plans with index arrays of so many seconds are not one operator under a compiler, which fuses their steps. Under
 # `torch.func.grad` they may keep more than the plan says.
 MOST_SMALL_SECONDS = 2e-4
-# Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
-# 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
-MOST_SCATTERED, MOST_SCATTERED_VECTORS = 2**14, 2**12
 # Batched vectors of more multiplications run as a Function, see `has_vectors`.
 MOST_VECTORS = 2**20
 # A plan that was made for autograd may keep a copy of so many bytes that einsum would not make.
 MOST_COPIED = 2**14
+# Of products that read rows, those of so many multiplications at most are copied by einsum, in one call.
+MOST_COPYING = 2**14
 # What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
 # each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 75e-6, 30e-6
@@ -317,6 +316,8 @@ class _Compiler:
             self.reads.checked &= not indexed_dims(spec.output)
             arrays = {gather: Strided.new(spec.shape(gather.axes)) for gather in spec.gathers}
             result = evaluation(self.stride_ops, spec)(standins, arrays, False)
+            if (made := self._take_then_multiply(op, standins, root)) is not None and made[1] == result:
+                return made
             run = evaluation(copied.native_ops(op, standins, root) if self.on_cpu else OPS, spec)
             return (lambda a, b, index: run((a, b), index, False)), result
         if (row := self.rows.get(spec)) in BY_ELEMENT:
@@ -336,9 +337,9 @@ class _Compiler:
             ends = root and self.on_cpu
             if ends and (last := transposed.last_product(op, standins, self.operands, recorded)) is not None:
                 return last, result
-            calls = self._einsum(op, standins) if recorded and einsum.has_slow_gradients(form) else None
+            calls = einsum.one_call(op, standins, recorded) if recorded and einsum.has_slow_gradients(form) else None
             cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
-            calls = calls or matrix_product(form, spec) or (None if cut else self._einsum(op, standins))
+            calls = calls or matrix_product(form, spec) or (None if cut else einsum.one_call(op, standins, recorded))
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
@@ -358,6 +359,31 @@ class _Compiler:
             return OPS.product(form, spec), result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _take_then_multiply(
+        self, op: Op, standins: Sequence[Strided], root: bool
+    ) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return the calls of a product that takes rows first; None if it adds up rows, or makes copies of operands."""
+        inner = Einsum(product_of_rows(op.spec), op.dtype)
+        form = product_form(inner.spec)
+        if form is None or inner.spec.gathers or indexed_dims(op.spec.output):
+            return None
+        takes: list[tuple[Callable[..., Tensor], Strided]] = []
+        for x, term, whole in zip(standins, op.spec.inputs, inner.spec.inputs, strict=True):
+            take = Einsum(Spec((term,), whole, op.spec.sizes), op.dtype)
+            made = ((lambda x, index: x), x) if term == whole else self._indexed(take, x, True)
+            if made is None:
+                return None
+            takes.append(made)
+        (first, a), (second, b) = takes
+        planned = inner.with_layouts(layout_of(x.shape, x.strides) for x in (a, b))
+        copies = any(product_copies(form, inner.spec, planned.layouts or (None, None)))
+        if copies and joint_elements(inner.spec) > MOST_COPYING:
+            return None
+        if (product := self._step(inner, (a, b), True, root)) is None:
+            return None
+        multiply, result = product
+        return (lambda a, b, index: multiply(first(a, index), second(b, index))), result
 
     def _indexed(self, op: Op, x: Strided, free: bool) -> tuple[Callable[..., Tensor], Strided] | None:
         """Return the calls of a step that reads or writes through index arrays, and the stand-in of its result.
@@ -383,46 +409,6 @@ class _Compiler:
             return None if calls.keeps and not free else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 
-    def _einsum(self, op: Op, standins: Sequence[Strided]) -> Callable[..., Tensor] | None:
-        """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
-
-        It takes less time than three calls that make views, but autograd records more of it. There it is of use if
-        matrices lack unit strides, because it does not keep the copies that `bmm` makes of them; or for short sums and
-        batched vectors, because one of two gradients of `mm` at least, and of `bmm` one, is a product with few columns.
-        It multiplies [batch, left, contracted] by [batch, contracted, right]; the axes of a group have the order of the
-        output, or of their letters. So the letters are chosen, and the operands swapped, as the stock evaluation orders
-        axes. Vectors come first: 64 x 128 x 16 by 64 x 16 takes 191 us for 458 with gradients (AMD EPYC, 2026-11-29),
-        if the output begins with the batch: else they take 3.4 times einsum's time (Xeon). Without gradients groups of
-        another order than the output's are permuted.
-        """
-        spec, form, recorded = op.spec, known_product(op.spec), self.chosen is not None
-        operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
-        scattered = any(copies_of(*operand)[1] for operand in operands)
-        few_calls = einsum.count_matrix_views(form, spec) < 3
-        # Few multiplications take less time than copies for unit strides.
-        most = MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else MOST_SCATTERED
-        alike = einsum.has_slow_gradients(form) if recorded else joint_elements(spec) <= most
-        if recorded:
-            form = einsum.recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
-        is_long = len(spec.axes) > einsum.MOST_LETTERS
-        if is_long or (scattered != recorded and not alike) or (few_calls and not recorded):
-            return None
-        leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
-        few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
-        swapped = is_swapped(form, spec, vectors_first=(leads or not recorded) and not few)
-        if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
-            if recorded:
-                return None
-            output = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
-        free = tuple(axis for axis in output if axis not in form.batch)
-        if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
-            return None  # einsum has rules of its own for axes of size 1
-        call = einsum.einsum_call(form, spec, output, swapped)
-        if output == spec.output:
-            return call
-        dims = tuple(output.index(axis) for axis in spec.output)
-        return lambda a, b: call(a, b).permute(dims)
-
     def _kept_copies(self, node: Node, standins: Sequence[Strided]) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
 
@@ -437,7 +423,7 @@ class _Compiler:
             size = math.prod(x.shape) * itemsize(node.op.dtype)
             if isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal"):
                 continue
-            if (reshaped and not isinstance(child, Leaf)) or (strided and not self._einsum(node.op, standins)):
+            if (reshaped and not isinstance(child, Leaf)) or (strided and not einsum.one_call(node.op, standins, True)):
                 return None
             # The order in which einsum views axes as one.
             ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]

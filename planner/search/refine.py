@@ -35,7 +35,7 @@ _MOST_OPERANDS, _WORTH_COPIES = 4, 0.9
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
 # Another order of a value's axes must be predicted to cost this part of the plan: smaller gains are no gains.
-_WORTH_ORDER = 0.99
+_WORTH_ORDER = 0.995
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -82,7 +82,7 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     if load_backend(space.backend).compiled_peak or not within(best.cost, options):
         return best
     try:
-        for number in range(1, count):
+        for number in (*range(1, count), *range(1, count)):  # a value may gain once others have their orders
             if not best.cost.copied_bytes:
                 break
             for turned in (False, True):
