@@ -260,8 +260,7 @@ class Reads:
 
     Attributes:
         checked: whether the calls themselves refuse each index out of range.
-        most: how many indices an array may have. Of more, torch adds up gradients on several cores, in any order. None
-            if any number will do.
+        most: the most indices of an array, or None. Of more, torch adds up gradients on several cores, in any order.
     """
 
     checked: bool = True
@@ -294,8 +293,7 @@ class IndexedRun:
         native: the native calls.
         executable: the plan, ready to run.
         otherwise: runs the plan as usual; None to return None in its place.
-        member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
-            first runs as usual.
+        member: the sizes of the calls, if not the plan's. Their executable is made when the plan first runs as usual.
     """
 
     __slots__ = ("given", "made_for", "most", "native", "negative", "otherwise", "records", "sizes", "trusts", "wraps")
@@ -315,13 +313,13 @@ class IndexedRun:
         self.negative = False  # whether a call had negative indices: then others may have some too
         owner = executable if member is None else member
         self.sizes, shapes = owner.sizes, executable.reshape if member is None else member.shapes
-        # The index arrays and their shapes, if calls without gradients only look at how these arrays lie; else None.
-        self.given: list[tuple[Gather, tuple[int, ...], int]] | None = None
-        if self.trusts and not (self.records or executable.reads_unread) and all(shape is None for shape in shapes):
-            sizes = self.sizes or {gather: own.size or 0 for gather, own in executable.gathers.items()}
-            self.given = [
-                (gather, owner.index_shapes[gather.array], sizes[gather] or 0) for gather in executable.gathers
-            ]
+        # The index arrays and their shapes, if calls only look at how these lie.
+        self.given: list[tuple[Gather, tuple[int, ...], Any]] | None = None
+        sizes: Any = self.sizes or {gather: own.size for gather, own in executable.gathers.items()}
+        known = [(each, owner.index_shapes[each.array], sizes[each]) for each in executable.gathers]
+        plain = self.trusts and self.most is None and not executable.reads_unread
+        if plain and all(shape is None for shape in shapes) and all(type(size) is int for *_, size in known):
+            self.given = known
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         given, negative = self.given, self.negative
@@ -361,12 +359,14 @@ class IndexedRun:
         return None if self.otherwise is None else self.otherwise(self._own(), operands, indices)
 
     def _found(
-        self, given: Sequence[tuple[Gather, tuple[int, ...], int]], indices: Mapping[str, Any], negative: bool
+        self, given: Sequence[tuple[Gather, tuple[int, ...], Any]], indices: Mapping[str, Any], negative: bool
     ) -> _Index | None:
         """Return the index arrays as `_as_they_are` does, if all are on a CPU and nothing has to be looked up in them.
 
-        It takes a third of the time. Few indices may be of another type, in other strides, or `negative`.
+        Few indices may be of another type, in other strides, or `negative`, but not where autograd keeps them.
         """
+        if self.records and (negative or hooked()):
+            return None
         index = _Index()
         index.sizes = self.sizes
         for gather, shape, size in given:
@@ -375,7 +375,7 @@ class IndexedRun:
                 return None
             raw = q
             if not (q.dtype is torch.int64 and q.is_contiguous()):
-                if q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
+                if self.records or q.numel() > _FEW or q.dtype is torch.uint64:  # above 2^63 they would become negative
                     return None
                 q = q.long().contiguous()  # `to` with a memory format may return a strided array as it is
             if negative and (q := counted_from_start(q, size, owned=q is not raw)) is None:
