@@ -30,7 +30,7 @@ MOST_LETTERS = len(_LETTERS)
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 _MOST_SCATTERED, _MOST_SCATTERED_VECTORS = 2**14, 2**12
 # To add up so many elements in turn takes less time than a Function.
-_MOST_TURNED = 2**16
+_MOST_TURNED = 2**15
 
 
 def copied_form(op: Op) -> ProductForm | None:
@@ -196,7 +196,8 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
     """
     spec, form = op.spec, known_product(op.spec)
     operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
-    scattered = any(copies_of(*operand)[1] for operand in operands)
+    apart = [copies_of(*operand)[1] for operand in operands]
+    scattered = any(apart)
     few_calls = count_matrix_views(form, spec) < 3
     # Few multiplications take less time than copies for unit strides.
     most = _MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else _MOST_SCATTERED
@@ -208,7 +209,9 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
         return None
     leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
     few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
-    swapped = is_swapped(form, spec, vectors_first=(leads or not recorded) and not few)
+    # As rows, `bmm` would copy vectors without a stride of 1 one at a time.
+    cloned = recorded and apart[1]
+    swapped = is_swapped(form, spec, vectors_first=(leads or not recorded) and not (few or cloned))
     if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
         if recorded:
             return None
