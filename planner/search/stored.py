@@ -33,7 +33,8 @@ LEAST_PRICED = 200
 # question takes 0.3 ms. Six operands have 364 steps, seven 1,093.
 LEAST_WORK = 1_000
 # What the choice of a plan depends on: the folders of their modules, below `planner`.
-_FOLDERS = ("language", "cost", "program", "search", "search/*", "backends/common", "backends/{}", "kernels/*")
+_FOLDERS = ("language", "cost", "program", "search", "search/*", "backends/common", "backends/{}", "backends/{}/*",
+            "kernels/*")  # fmt: skip
 
 # What reading an entry may raise that is none of ours, or that someone changed.
 _DAMAGE = (PlannerError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
