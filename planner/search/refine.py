@@ -21,7 +21,7 @@ from planner.program.tree import Leaf, Node, Tree, change_tree, keep_nothing, me
 from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
-MOST_NODES, MOST_STEPS, MOST_OPS, MOST_ORDERED = 12, 200, 24, 24
+MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 # How many bytes a plan that autograd runs may allocate, and how many it may retain, if another takes less.
 _MOST_ALLOCATED, _MOST_RETAINED = 2**22, 2**18
 # The part of the time that the naive tree may take with index arrays if it needs more than that, because it retains the
@@ -34,7 +34,7 @@ _MOST_OPERANDS, _WORTH_COPIES = 4, 0.9
 # A plan without index arrays that runs as a Function must be predicted to be so many times as fast as the framework's
 # own calls. Predictions are no more exact than that, and users who replace einsum must not lose.
 _WORTH_A_FUNCTION = 1.2
-# Another order of a value's axes must be predicted to cost this part of the plan: smaller gains are no gains.
+# Another order of a value's axes is taken if the plan is then predicted to cost less than this part of what it did.
 _WORTH_ORDER = 0.995
 
 
@@ -72,28 +72,51 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate with the axes of its values in the orders that are predicted to cost least.
 
     The search gives the axes of all values one order. A product copies no result that has its factors' order: the axes
-    of both, then those of one, then those of the other. But the step that reads the result may copy it. If a step of
-    the plan copies, both such orders are tried for each product. Ctrl-C ends that.
+    of both, then those of one, then those of the other. But the step that reads the result may copy it. If one of the
+    two copies, both such orders are tried, and taken if the plan is predicted to cost less and needs no more memory.
+    Ctrl-C and a deadline end that.
     """
-    options, key = space.options, plan_key(space.options.minimize)
-    count = sum(1 for _ in nodes_of(best.tree))
-    if options.minimize not in ("time", "bytes") or best.loop is not None or count > MOST_ORDERED:
+    key, count = plan_key(space.options.minimize), sum(1 for _ in nodes_of(best.tree))
+    if space.options.minimize not in ("time", "bytes") or not load_backend(space.backend).strided:
         return best
-    if load_backend(space.backend).compiled_peak or not within(best.cost, options):
+    if best.interrupted or best.loop is not None or count > MOST_NODES:
         return best
     try:
-        for number in (*range(1, count), *range(1, count)):  # a value may gain once others have their orders
-            if not best.cost.copied_bytes:
-                break
-            for turned in (False, True):
+        for _ in range(2):  # a value may gain once others have their orders
+            before = best
+            for number, turned in itertools.product(range(1, count), (False, True)):
+                if not best.cost.copied_bytes or space.is_late():
+                    return best
                 tree = with_result_in_order(best.tree, number, turned)
-                programs = best.programs if tree is best.tree else space.programs(tree, best.lower)
-                if within(programs.cost, options) and key(programs.cost)[0] < _WORTH_ORDER * key(best.cost)[0]:
+                if not _saves_in_a_step(best, tree):
+                    continue
+                programs = space.programs(tree, best.lower)
+                is_cheaper = key(programs.cost)[0] < _WORTH_ORDER * key(best.cost)[0]
+                if is_cheaper and keeps_within(programs.cost, Limits(best.cost.peak_bytes, best.cost.retained_bytes)):
                     best = dataclasses.replace(best, tree=tree, programs=programs)
-                    break
+            if best is before:
+                break
     except KeyboardInterrupt:
         return dataclasses.replace(best, interrupted=True)
     return best
+
+
+def _saves_in_a_step(best: Candidate, tree: Tree) -> bool:
+    """Whether the forward steps that a tree has in place of the candidate's copy now, and cost less then.
+
+    Values that are written in another order count as row-major.
+    """
+    steps = {step.op.spec: step for step in best.programs.forward.steps}
+    pairs = zip(nodes_of(best.tree), nodes_of(tree), strict=True)
+    changed = [(steps[a.op.spec], b.op) for a, b in pairs if a.op.spec != b.op.spec and a.op.spec in steps]
+    if not any(step.choice.cost.copied_bytes for step, _ in changed):
+        return False
+    key, saved = best.lower.key, 0
+    for step, op in changed:
+        old, layouts = step.op.spec.inputs, step.op.layouts or (None,) * len(step.inputs)
+        lie = [layout if term == new else None for term, new, layout in zip(old, op.spec.inputs, layouts, strict=True)]
+        saved += key(step.choice.cost)[0] - key(best.lower(op.with_layouts(lie)).cost)[0]
+    return saved > 0
 
 
 def with_result_in_order(tree: Tree, number: int, turned: bool) -> Tree:
