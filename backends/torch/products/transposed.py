@@ -198,13 +198,19 @@ class ResultOps(TorchOps):
         return _product(op) if has_few_terms(op) else super().product(form, spec)
 
 
-def is_faster_on_amd(op: Op) -> bool:
+def is_faster_on_amd(op: Op, recorded: bool = False) -> bool:
     """Whether the transpose of a product with few columns is faster though the rows lie as rows in memory.
 
     On one core of an AMD EPYC with AVX-512, products of 2,048 and 20,000 rows, 3 to 32 terms and 2, 5 and 8 columns
     took 0.1 to 0.6 of the time (torch 2.13, 2026-11-29); of 16 columns, 1.0 to 1.7. On an EPYC 7003, products of 2,000
     and 16,384 rows, 4 to 64 terms and 2, 5, 8 and 9 columns took 0.1 to 0.9, one and batches of 8. An Intel Xeon takes
     up to 11 times as long.
+
+    Args:
+        op: the step.
+        recorded: whether autograd records the product, and so multiplies transposes for both gradients. Then torch's
+            einsum must do so too: the operand with the rows is its second. With 8,192 rows and 4 to 9 terms both
+            passes took 0.7 to 1.0 of the time, with 16 and 32 terms 1.0 to 1.2 (an EPYC 9005, 2026-11-30).
     """
     found = _transpose(op) if is_amd() else ""
     if isinstance(found, str):
@@ -213,8 +219,9 @@ def is_faster_on_amd(op: Op) -> bool:
     form, layouts = known_product(op.spec), op.layouts or (None, None)
     number = row_operand(form, op.spec)
     lie_as_rows = neighbours(op.spec.inputs[number], layouts[number], op.spec) in form.contracted
-    few = 2 <= columns <= _MOST_COLUMNS and has_few_columns(rows, columns) and 2 <= terms <= _MOST_ROW_TERMS
-    return lie_as_rows and few and batch * rows * terms >= _LEAST_ROW_ELEMENTS
+    least, most = (LEAST_ELEMENTS, _MOST_TERMS) if recorded else (_LEAST_ROW_ELEMENTS, _MOST_ROW_TERMS)
+    few = 2 <= columns <= _MOST_COLUMNS and has_few_columns(rows, columns) and 2 <= terms <= most
+    return lie_as_rows and few and batch * rows * terms >= least and (number == 1 or not recorded)
 
 
 def has_few_terms(op: Op) -> bool:
@@ -239,8 +246,8 @@ def result_ops(dtype: str) -> TorchOps:
 def native_reordered(op: Op, standins: Sequence[Strided], ops: StrideOps) -> tuple[Product, Strided] | None:
     """Return the native calls of a row of `REORDERED`, and the stand-in of their result; None if it refuses the step.
 
-    Autograd must not record them. It would compute the gradients transposed, too, and the operands of some of these lie
-    as rows, which an Intel Xeon multiplies slowly that way.
+    Autograd must not record them, but for some on AMD, see `is_faster_on_amd`. It would compute the gradients
+    transposed, too, and the operands of some of these lie as rows, which an Intel Xeon multiplies slowly that way.
 
     Args:
         op: the step, without layouts.
@@ -277,7 +284,7 @@ def last_product(
         op: the step, without layouts.
         standins: stand-ins of the operands.
         operands: those of the plan's operands.
-        recorded: whether autograd records the calls, and so computes the gradients of the transpose.
+        recorded: whether autograd records the calls.
     """
     # Of more axes torch's einsum takes one call, and smaller members of a family may run as this.
     if not recorded and len(op.spec.axes) == 3 and has_few_terms(op):
@@ -286,11 +293,12 @@ def last_product(
     # A product of operands as they are runs as einsum's own, whose result is row-major. If einsum sums an operand
     # first, it may multiply the other way round.
     is_single = all(any(x is operand for operand in operands) for x in standins)
-    if len(operands) != 2 or is_single or not is_faster_on_amd(planned):
+    if len(operands) != 2 or is_single or not is_faster_on_amd(planned, recorded):
         return None
     found = _transpose(planned)
     assert not isinstance(found, str)
-    return _product(planned) if len(op.spec.axes) == 3 else _native_calls(planned, found[0].spec)
+    is_short = len(op.spec.axes) == 3 and not recorded  # `mm` would compute gradients in the order of their operands
+    return _product(planned) if is_short else _native_calls(planned, found[0].spec)
 
 
 def outer_product(op: Op, standins: Sequence[Strided]) -> tuple[Product, Strided] | None:
