@@ -48,6 +48,13 @@ def products(draw):
     return first, second, out, sizes, lies
 
 
+def permuted_products():
+    """The same, of axes of 2 to 16 elements, at least two of which are summed or in a batch."""
+    sizes = st.fixed_dictionaries({axis: st.sampled_from((2, 3, 4, 8, 16)) for axis in "buvijlmkn"})
+    found = st.tuples(products(), sizes).map(lambda drawn: (*drawn[0][:3], drawn[1], drawn[0][4]))
+    return found.filter(lambda drawn: math.prod(drawn[3][axis] for axis in {*drawn[0], *drawn[1]}) <= 2**18)
+
+
 def lying(term, sizes, order, dtype):
     """A tensor of a term whose dimensions lie in an order."""
     back = [order.index(d) for d in range(len(term))]
@@ -404,6 +411,8 @@ def test_what_mkl_takes_long_for_is_priced(spec, shapes, nanoseconds):
     [
         ("bdmj,mbij->jdi", ((16, 16, 4, 16), (4, 16, 128, 16))),  # einsum copies the second as a whole
         ("bdmj,mbij->jdi", ((1, 16, 4, 16), (4, 1, 128, 16))),  # an axis of size 1
+        ("hdm,mnjd->hjdn", ((2, 16, 16), (16, 32, 4, 16))),  # the result lies as einsum's
+        ("jinh,hkin->nijk", ((8, 16, 8, 16), (16, 16, 16, 8))),
         ("nkbi,imkn->nkmb", ((32, 8, 16, 16), (16, 8, 8, 32))),
         ("jdm,jim->jdi", ((8, 16, 32), (8, 64, 32))),  # no copies
     ],
@@ -414,6 +423,7 @@ def test_autograd_keeps_the_copies_of_einsum_and_no_step_makes_them_again(spec, 
     plan(*operands)
     found, held = torch_memory(lambda: plan(*operands))
     expected, kept = torch_memory(lambda: torch.einsum(spec, *operands))
+    assert found.stride() == expected.stride()
     assert plan.cost.retained_bytes == held.retained_bytes == kept.retained_bytes == plan.naive_cost.retained_bytes
     cotangent = integers(*expected.shape)
     ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
@@ -421,16 +431,49 @@ def test_autograd_keeps_the_copies_of_einsum_and_no_step_makes_them_again(spec, 
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_an_extra_copy_that_autograd_keeps_is_small():
+@pytest.mark.parametrize(
+    ("shape", "pool", "rows", "by_autograd"),
+    [
+        ((4, 2, 2, 16), (4, 4, 128, 2), 2, True),  # the copy has 1,024 bytes
+        ((3, 16, 64, 3), (8, 3, 8, 64), 16, False),  # it would have 36,864
+    ],
+)
+def test_an_extra_copy_that_autograd_keeps_is_small(shape, pool, rows, by_autograd):
     """Einsum copies the rows that are taken instead, of which a copy takes the place."""
-    spec, rows = "nbhd,q[b]nih->nbdi", torch.tensor([2, 0])
-    for factor, by_autograd in ((1, True), (64, False)):
-        operands = [integers(4, 2, 2, 16 * factor).requires_grad_(), integers(4, 4, 128, 2).requires_grad_()]
-        plan = planner.plan(spec, *operands, q=rows)
-        plan(*operands, q=rows)
-        found, held = torch_memory(lambda plan=plan, operands=operands: plan(*operands, q=rows))
-        assert plan.cost.retained_bytes == held.retained_bytes
-        assert plan.programs.by_autograd == by_autograd
-        assert held.retained_bytes <= 8192 + eager.MOST_COPIED
-        expected = torch.einsum("nbhd,bnih->nbdi", operands[0], operands[1][rows])
-        assert torch.equal(found, expected)
+    spec, index = "nbhd,q[b]nih->nbdi", torch.arange(rows) % pool[0]
+    operands = [integers(*shape).requires_grad_(), integers(*pool).requires_grad_()]
+    plan = planner.plan(spec, *operands, q=index)
+    plan(*operands, q=index)
+    found, held = torch_memory(lambda: plan(*operands, q=index))
+    assert plan.cost.retained_bytes == held.retained_bytes
+    assert plan.programs.by_autograd == by_autograd
+    assert held.retained_bytes <= 4 * rows * math.prod(pool[1:]) + 16_384
+    assert torch.equal(found, torch.einsum("nbhd,bnih->nbdi", operands[0], operands[1][index]))
+
+
+@settings(max_examples=examples(60, 2_000))
+@example(("ca", "abd", "dcb", {"a": 10, "b": 16, "c": 2, "d": 16}, [(0, 1), (0, 2, 1), (0, 1, 2)]))
+@example(
+    (
+        "efbc",
+        "fdac",
+        "bdae",
+        dict(zip("abcdef", (4, 16, 16, 7, 7, 16), strict=True)),
+        [(3, 0, 1, 2)] + [(0, 1, 2, 3)] * 2,
+    )
+)
+@example(("ba", "bca", "c", {"a": 16, "b": 4, "c": 16}, [(0, 1), (2, 0, 1), (0,)]))
+@given(permuted_products())
+def test_products_keep_no_more_than_einsum_however_operands_lie(product):
+    """No axis has size 1."""
+    first, second, out, sizes, lies = product
+    operands = [lying(term, sizes, order, torch.float32) for term, order in ((first, lies[0]), (second, lies[1]))]
+    operands = [x.requires_grad_() for x in operands]
+    spec = f"{first},{second}->{out}"
+    planner.einsum(spec, *operands)
+    found, held = torch_memory(lambda: planner.einsum(spec, *operands))
+    expected, kept = torch_memory(lambda: torch.einsum(spec, *operands))
+    assert torch.equal(found, expected)
+    assert held.retained_bytes <= kept.retained_bytes
+    plan = planner.plan(spec, *operands)
+    assert plan.cost.retained_bytes == torch_memory(lambda: plan(*operands))[1].retained_bytes

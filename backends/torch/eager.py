@@ -43,7 +43,7 @@ from planner.backends.torch.strides import (
 from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, indexed_dims
+from planner.language.spec import Spec, indexed_dims, term_gathers
 from planner.program.contraction import Contraction
 from planner.program.forms import known_product, product_form, product_of_rows
 from planner.program.ops import Cast, Einsum, Guard, Op, joint_elements
@@ -75,10 +75,10 @@ MOST_NATIVE_SECONDS = 2.5e-3
 MOST_SMALL_SECONDS = 2e-4
 # Batched vectors of more multiplications run as a Function, see `has_vectors`.
 MOST_VECTORS = 2**20
-# A plan that was made for autograd may keep a copy of so many bytes that einsum would not make.
-MOST_COPIED = 2**14
-# Of products that read rows, those of so many multiplications at most are copied by einsum, in one call.
-MOST_COPYING = 2**14
+# A plan with index arrays that was made for autograd may keep a copy of so many bytes that einsum would not make.
+MOST_EXTRA_COPY = 2**14
+# Products that read rows, and copy operands, run as a take and one call of einsum up to so many multiplications.
+MOST_SCATTERED_ROWS = 2**14
 # What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
 # each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 75e-6, 30e-6
@@ -131,10 +131,9 @@ def compile_native(
         return None
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
-    pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
-    reads = reads or Reads()
-    rest = (reads, tries, unkept, on_cpu, records)
-    compiler = _Compiler(operands, chosen, table, around, index, pair, kept, rows, wraps, *rest)
+    indexed = any(node.op.spec.gathers for node in nodes)
+    rest = (reads or Reads(), tries, unkept, on_cpu, records)
+    compiler = _Compiler(operands, chosen, table, around, index, indexed, kept, rows, wraps, *rest)
     compiled = compiler.compile(tree)
     return None if compiled is None else compiled[0]
 
@@ -199,7 +198,7 @@ class _Compiler:
     Attributes:
         chosen: the implementation of each step of the backward program, by the step's spec; None if there is none.
         stride_ops: what runs steps on stand-ins.
-        pair: whether the calls are given two operands and no index arrays.
+        indexed: whether the calls are given index arrays.
     """
 
     operands: Sequence[Strided]
@@ -207,7 +206,7 @@ class _Compiler:
     stride_ops: StrideOps
     around: Around
     index: Mapping[Any, Any]
-    pair: bool
+    indexed: bool
     kept: list[int] | None
     rows: Mapping[Spec, str]
     wraps: bool
@@ -237,7 +236,7 @@ class _Compiler:
             return None
         run, result = made
         if result.copied and not copies:
-            kept = None if self.kept is None or kind != "matmul" else self._kept_copies(tree, standins)
+            kept = None if self.kept is None or kind != "matmul" else self._kept_copies(tree, standins, root)
             if self.kept is None or kept is None:
                 return None
             self.kept.extend(kept)
@@ -245,7 +244,7 @@ class _Compiler:
         _, layout = stock_layout(tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
         if (
             self.rows.get(tree.op.spec) not in (*BY_ELEMENT, *transposed.REORDERED)
-            and not (root and kind == "multiply")
+            and not (root and (kind == "multiply" or not copies))
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
         ):
@@ -263,7 +262,7 @@ class _Compiler:
             return (lambda xs, _=None: step(left(xs), right(xs), xs[-1])), result
         if all(isinstance(child, Leaf) for child in tree.children):
             i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
-            if self.pair and (i, j) == (0, 1):
+            if not self.indexed and len(self.operands) == 2 and (i, j) == (0, 1):
                 return (lambda xs, _=None: step(*xs)), result
             return (lambda xs, _=None: step(xs[i], xs[j])), result
         if tree.order == (1, 0):
@@ -289,7 +288,9 @@ class _Compiler:
             forms = map(product_form, gradients)
             return rows == [MULTIPLY_SUM if form is not None and form.contracted else "multiply" for form in forms]
         if kind == "matmul":
-            takes = [isinstance(child, Node) and bool(child.op.gathers) for child in node.children]
+            takes = [
+                isinstance(child, Node) and any(map(term_gathers, child.op.spec.inputs)) for child in node.children
+            ]
             turned = any(takes[number] and einsum.turns_gradient(op, number) for number in trained)
             return transposed.TRANSPOSED not in rows and not turned
         wanted = INDEXED.get(kind, MULTIPLY_SUM)
@@ -332,6 +333,8 @@ class _Compiler:
             form = known_product(spec)
             if recorded and einsum.has_vectors(form, MOST_VECTORS):
                 return None
+            if recorded and root and (ended := einsum.last_call(op, standins)) is not None:
+                return ended[0], result._replace(strides=ended[1], copied=True)
             if self.tries:
                 return _no_run, result
             ends = root and self.on_cpu
@@ -378,7 +381,7 @@ class _Compiler:
         (first, a), (second, b) = takes
         planned = inner.with_layouts(layout_of(x.shape, x.strides) for x in (a, b))
         copies = any(product_copies(form, inner.spec, planned.layouts or (None, None)))
-        if copies and joint_elements(inner.spec) > MOST_COPYING:
+        if copies and joint_elements(inner.spec) > MOST_SCATTERED_ROWS:
             return None
         if (product := self._step(inner, (a, b), True, root)) is None:
             return None
@@ -409,26 +412,28 @@ class _Compiler:
             return None if calls.keeps and not free else (calls.run, result)
         return calls.flat_if_many(checks=True), result
 
-    def _kept_copies(self, node: Node, standins: Sequence[Strided]) -> list[int] | None:
+    def _kept_copies(self, node: Node, standins: Sequence[Strided], root: bool) -> list[int] | None:
         """Return the bytes of each operand of a product that autograd keeps as it is copied for another shape.
 
         The copy of a computed value is kept in place of the value, which takes as many bytes. Return None if a view is
         copied, in place of which the plan says that its base is kept, or if copies for unit strides would be kept.
         """
         planned = node.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-        form, kept, out = einsum.recorded_form(planned), [], node.op.spec.output
+        form, kept, out = einsum.recorded_form(planned, root), [], node.op.spec.output
+        by_einsum = form.matrices[2] != known_product(node.op.spec).matrices[2]
+        by_einsum = by_einsum or einsum.one_call(node.op, standins, True) is not None
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)
             size = math.prod(x.shape) * itemsize(node.op.dtype)
             if isinstance(child, Node) and stock_kind(child.op) not in ("view", "broadcast", "diagonal"):
                 continue
-            if (reshaped and not isinstance(child, Leaf)) or (strided and not einsum.one_call(node.op, standins, True)):
+            if (reshaped and not isinstance(child, Leaf)) or (strided and not by_einsum):
                 return None
             # The order in which einsum views axes as one.
             ordered = [sorted(group, key=out.index) if {*group} <= {*out} else [*group] for group in groups]
             alike = ordered == [*map(list, groups)] or copies_of(x, term, ordered)[0]
-            is_small = self.records and size <= MOST_COPIED
+            is_small = self.records and self.indexed and size <= MOST_EXTRA_COPY
             if reshaped and other.requires_grad and not (alike or is_small):
                 return None
             if reshaped and other.requires_grad:

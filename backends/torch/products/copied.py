@@ -140,11 +140,13 @@ def with_kept_copies(
     orders: dict[int, list[str]] = {}
     before = []
     for step in forward:
-        seconds = 0.0
-        for number, order in _orders_of_copies(step.op).items():
-            orders[step.inputs[number]] = order
-            seconds += copy_loops_seconds(number, recorded_form(step.op), step.op, device, in_order=True)
-            seconds -= copy_loops_seconds(number, known_product(step.op.spec), step.op, device)
+        seconds, form = 0.0, product_form(step.op.spec) if isinstance(step.op, Einsum) else None
+        if form is not None and form.contracted:
+            written = recorded_form(step.op, last=step is forward[-1])
+            for number, order in _orders_of_copies(step.op, written).items():
+                orders[step.inputs[number]] = order
+                seconds += copy_loops_seconds(number, written, step.op, device, in_order=True)
+                seconds -= copy_loops_seconds(number, form, step.op, device)
         cost = step.choice.cost
         cost = cost._replace(picoseconds=cost.picoseconds + max(0, round(1e12 * seconds)))
         before.append(dataclasses.replace(step, choice=dataclasses.replace(step.choice, cost=cost)))
@@ -163,12 +165,9 @@ def with_kept_copies(
     return before, after
 
 
-def _orders_of_copies(op: Op) -> dict[int, list[str]]:
+def _orders_of_copies(op: Op, form: ProductForm) -> dict[int, list[str]]:
     """Return the orders of axes into which torch copies operands of a product of matrices, by the operands' numbers."""
-    form = product_form(op.spec) if isinstance(op, Einsum) else None
-    if form is None or not form.contracted:
-        return {}
-    form, layouts = recorded_form(op), op.layouts or (None, None)
+    layouts = op.layouts or (None, None)
     return {
         number: [axis for group in groups for axis in group]
         for number, groups in enumerate(form.matrices[:2])

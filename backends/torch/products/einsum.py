@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.backends.common.stock import SMALL_MATRIX, Product, is_swapped
 from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.torch.products.batches import has_few_neighbours
-from planner.backends.torch.strides import Strided, copies_of
+from planner.backends.torch.strides import STRIDE_OPS, Strided, copies_of
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import flattens, layout_of, neighbours
@@ -29,7 +29,7 @@ MOST_LETTERS = len(_LETTERS)
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 _MOST_SCATTERED, _MOST_SCATTERED_VECTORS = 2**14, 2**12
-# To add up so many elements in turn takes less time than a Function.
+# A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 
 
@@ -78,27 +78,36 @@ def _einsum_form(form: ProductForm, spec: Spec) -> ProductForm:
     return dataclasses.replace(form, batch=batch, left=left, right=right, contracted=tuple(sorted(form.contracted)))
 
 
-def recorded_form(op: Op) -> ProductForm:
+def recorded_form(op: Op, last: bool = False) -> ProductForm:
     """Return a product in the form in which autograd records it.
 
     If the axes of an operand can be viewed as matrices, but without a stride of 1, `bmm` copies these one at a time,
     and again for the gradient of the other operand. In torch's order of summed axes einsum may have to copy the operand
     as a whole, and autograd keeps that copy. Then this is einsum's form: 16 products of 64 x 16 by 64 x 128 take 290 us
-    for 530 with gradients (`bdmj,mbij->jdi`, one core of an AMD EPYC 9005, torch 2.13, 2026-11-30).
+    for 530 with gradients (`bdmj,mbij->jdi`, one core of an AMD EPYC 9005, torch 2.13, 2026-11-30). It also is where
+    einsum copies less, as it may of operands that are not row-major.
+
+    Args:
+        op: the step.
+        last: whether no step reads the result, which then may lie otherwise: see `last_call`.
     """
     spec, layouts = op.spec, op.layouts or (None, None)
     form = known_product(spec)
     is_short = len(spec.axes) <= MOST_LETTERS and 1 not in spec.by_axis.values()
-    if not (form.contracted and is_short and math.prod(form.sizes[1:]) >= SMALL_MATRIX):
-        return form
     own = _einsum_form(form, spec)
-    if own.matrices[2] != form.matrices[2]:  # the result would lie otherwise
+    if not (form.contracted and is_short) or (own.matrices[2] != form.matrices[2] and not last):
         return form
-    for term, layout, groups, ordered in zip(spec.inputs, layouts, form.matrices[:2], own.matrices[:2], strict=True):
-        viewed = flattens(term, layout, groups, spec) and not flattens(term, layout, ordered, spec)
-        if viewed and matrix_copies(term, layout, groups, spec):
-            return own
-    return form
+    operands, elements = list(zip(spec.inputs, layouts, form.matrices, own.matrices, strict=False)), spec.elements
+    viewed = [flattens(term, layout, groups, spec) for term, layout, groups, _ in operands]
+    viewed_then = [flattens(term, layout, groups, spec) for term, layout, _, groups in operands]
+    if viewed == viewed_then:
+        return form
+    copied, copied_then = (
+        sum(n for n, v in zip(elements, each, strict=False) if not v) for each in (viewed, viewed_then)
+    )
+    apart = [matrix_copies(term, layout, groups, spec) > 0 for term, layout, groups, _ in operands]
+    copies_once = any(a and v and not then for a, v, then in zip(apart, viewed, viewed_then, strict=True))
+    return own if copies_once or copied_then < copied else form
 
 
 def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
@@ -129,14 +138,15 @@ def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
 
 
 def turns_gradient(op: Op, number: int) -> bool:
-    """Whether autograd computes the gradient of a large operand, of vectors by matrices, with other neighbours.
+    """Whether autograd computes the gradient of an operand in another order than the operand has.
 
-    If vectors come first, the gradient of matrices whose summed axis is innermost is computed transposed. To add up its
-    rows then takes 191 us for 14, with 64 rows of 4 x 32 x 16 (one core of an AMD EPYC 9005, torch 2.13, 2026-11-30).
+    It does so for a large batch of matrices that is multiplied by vectors, if the vectors come first and the summed
+    axis of the matrices is innermost. To add up rows of such a gradient by index takes 191 us for 14, with 64 rows of
+    4 x 32 x 16 (one core of an AMD EPYC 9005, torch 2.13, 2026-11-30).
 
     Args:
         op: the step.
-        number: the number of the operand, which is row-major.
+        number: the number of the operand. It counts as row-major, as rows that were taken are.
     """
     form = product_form(op.spec)
     if form is None or not has_vectors(form, _MOST_TURNED):
@@ -196,22 +206,18 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
     """
     spec, form = op.spec, known_product(op.spec)
     operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
-    apart = [copies_of(*operand)[1] for operand in operands]
-    scattered = any(apart)
+    scattered = any(copies_of(*operand)[1] for operand in operands)
     few_calls = count_matrix_views(form, spec) < 3
     # Few multiplications take less time than copies for unit strides.
     most = _MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else _MOST_SCATTERED
     alike = has_slow_gradients(form) if recorded else joint_elements(spec) <= most
-    if recorded:
-        form = recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
+    own = recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins)) if recorded else form
     is_long = len(spec.axes) > MOST_LETTERS
-    if is_long or (scattered != recorded and not alike) or (few_calls and not recorded):
+    if own != form:
+        form = own
+    elif is_long or (scattered != recorded and not alike) or (few_calls and not recorded):
         return None
-    leads, output = {*spec.output[: len(form.batch)]} == {*form.batch}, spec.output
-    few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
-    # As rows, `bmm` would copy vectors without a stride of 1 one at a time.
-    cloned = recorded and apart[1]
-    swapped = is_swapped(form, spec, vectors_first=(leads or not recorded) and not (few or cloned))
+    swapped, output = _is_swapped(form, spec, standins, recorded), spec.output
     if any(sorted(group, key=output.index) != list(group) for group in form.matrices[2]):
         if recorded:
             return None
@@ -224,6 +230,29 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
         return call
     dims = tuple(output.index(axis) for axis in spec.output)
     return lambda a, b: call(a, b).permute(dims)
+
+
+def _is_swapped(form: ProductForm, spec: Spec, standins: Sequence[Strided], recorded: bool) -> bool:
+    """Return whether torch's einsum is given the second operand first."""
+    leads = {*spec.output[: len(form.batch)]} == {*form.batch}
+    few = has_few_neighbours(form, spec, [layout_of(x.shape, x.strides) for x in standins])
+    # As rows, `bmm` would copy vectors without a stride of 1 one at a time.
+    cloned = recorded and copies_of(standins[1], spec.inputs[1], form.matrices[1])[1]
+    return is_swapped(form, spec, vectors_first=(leads or not recorded) and not (few or cloned))
+
+
+def last_call(op: Op, standins: Sequence[Strided]) -> tuple[Callable[..., Tensor], tuple[int, ...]] | None:
+    """Return torch's own einsum of a plan's last product, and the strides of its result, if these are not the plan's.
+
+    It is of use where autograd records a product in einsum's form, see `recorded_form`. Else None.
+    """
+    spec, form = op.spec, recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins), last=True)
+    if form.matrices[2] == known_product(spec).matrices[2]:
+        return None
+    swapped = _is_swapped(form, spec, standins, recorded=True)
+    order = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
+    lying = STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(axis)) for axis in spec.output])
+    return einsum_call(form, spec, spec.output, swapped), lying.strides
 
 
 def count_matrix_views(form: ProductForm, spec: Spec) -> int:
