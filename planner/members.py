@@ -185,8 +185,8 @@ def bind_first_member(
 ) -> tuple[RunPlan | None, bool]:
     """Return the function that runs the first call of a family, and whether Ctrl-C ended the search for its plan.
 
-    There is no function if the call must be planned by itself. The arguments are those of `bind_member`, and the
-    contraction of the call.
+    The function is None if the call belongs to no family: then it is planned by itself. The arguments are those of
+    `bind_member`, and the contraction of the call.
     """
     call = _kind_of(backend, asked, operands, indices)
     if call is None or MODES[contraction.index_mode].bad == "drop" or contraction.device.kind != "cpu":

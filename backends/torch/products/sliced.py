@@ -35,9 +35,10 @@ from planner.program.ops import Op
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
-# How many operators, as to their time, the product of a slice takes on a CPU with the views of its operands: 10 us; all
-# slices together besides; and a batched product and its sum besides what they launch, by how much longer than `matmul`
-# they take at 2 to 16 slices of 16 x 16 (one core of an AMD EPYC 9005, torch 2.13, 2026-11-30).
+# Times on a CPU as numbers of operators. The product of a slice takes the first with the views of its operands: 10 us.
+# A step by slices takes the second once more, whatever their number. A batched product that is summed takes the third
+# besides what it launches. The last two come from products of 2 to 16 slices of 16 x 16, beside `matmul` (one core of
+# an AMD EPYC 9005, torch 2.13, 2026-11-30).
 SLICE_LAUNCHES, _ALL_LAUNCHES, _SUM_LAUNCHES = 4.3, 6, 2
 
 
