@@ -2,6 +2,7 @@
 
 import math
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch")
 
 from planner.backends.torch.eager import AUTOGRAD  # noqa: E402
 from planner.backends.torch.indexed_rows import IndexedRun  # noqa: E402
+from planner.backends.torch.products import einsum  # noqa: E402
 
 
 def integers(*shape, grad=False):
@@ -662,3 +664,33 @@ def test_small_products_of_rows_are_a_take_and_one_call_of_einsum(spec, shapes, 
     plan = planner.plan(spec, *operands, **index)
     _, measured = torch_memory(lambda: plan(*operands, **index))
     assert measured.peak_bytes <= plan.cost.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "calls"),
+    [
+        ("bhnd,bhmd->bhn", [(2, 3, 4, 5), (2, 3, 6, 5)], 1),
+        ("zui,zvi->zv", [(4, 2, 3), (4, 5, 3)], 1),
+        ("iuk,kj->ij", [(4, 3, 5), (5, 2)], 1),
+        ("kj,iuk->ij", [(5, 2), (4, 3, 5)], 0),  # einsum's result would lie otherwise
+        ("iuk,kj->ij", [(4, 3, 1), (1, 2)], 0),  # an axis of size 1
+        ("ik,kj->ij", [(4, 5), (5, 2)], 0),  # no sum
+    ],
+)
+def test_a_product_of_sums_is_one_call_of_einsum(spec, shapes, calls):
+    operands = [integers(*shape) for shape in shapes]
+    planner.contract(spec, *operands)
+    counted = []
+    plain = einsum._OPERATORS.einsum
+    with mock.patch.object(
+        einsum, "_OPERATORS", mock.Mock(einsum=lambda *given: (counted.append(given), plain(*given))[1])
+    ):
+        planner.caches().clear()
+        found = planner.contract(spec, *operands)
+    planner.caches().clear()
+    expected = torch.einsum(spec, *operands)
+    assert (
+        len([equation for equation, _ in counted if len(equation.split("->")[0]) == len(spec.split("->")[0])]) == calls
+    )
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, term_gathers
 from planner.program.forms import ProductForm, known_product, product_form
 from planner.program.ops import Einsum, Op, joint_elements
+from planner.program.tree import Leaf, Node, Tree
 
 _OPERATORS: Any = torch._C._VariableFunctions
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
@@ -253,6 +254,39 @@ def last_call(op: Op, standins: Sequence[Strided]) -> tuple[Callable[..., Tensor
     order = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
     lying = STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(axis)) for axis in spec.output])
     return einsum_call(form, spec, spec.output, swapped), lying.strides
+
+
+def summed_pair(
+    node: Node, rows: Mapping[Spec, str], standins: Sequence[Strided], strides: Sequence[int] | None
+) -> Product | None:
+    """Return one call of torch's einsum for sums of two operands and their product; None if that is no such step.
+
+    Einsum computes these sums too. There is no call if its result would lie otherwise, or if it would copy operands.
+
+    Args:
+        node: the product, which reads the sums.
+        rows: the implementations of the steps.
+        standins: stand-ins of the factors.
+        strides: how the result must lie; None if it may lie as einsum's does.
+    """
+    spec, sizes, terms, leaves = node.op.spec, dict(node.op.spec.sizes), list[Term](), list[Tree]()
+    for child, term in zip(node.children, spec.inputs, strict=True):
+        summed = isinstance(child, Node) and rows.get(child.op.spec) == "sum"
+        if isinstance(child, Node) and summed:
+            sizes |= child.op.spec.by_axis
+            (leaf,), (term,) = child.children, child.op.spec.inputs
+        leaves.append(leaf if summed else child)
+        terms.append(term)
+    planned = node.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+    plain = rows.get(spec) == "matmul" and node.op.dtype != "bool" and len(sizes) <= MOST_LETTERS
+    if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
+        return None
+    form = _einsum_form(known_product(spec), spec)
+    order = (*form.batch, *form.left, *form.right)
+    lying = STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(axis)) for axis in spec.output])
+    if strides not in (None, lying.strides) or any(map(sum, _einsum_copies(planned))):
+        return None
+    return einsum_call(form, Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items()))), spec.output, False)
 
 
 def count_matrix_views(form: ProductForm, spec: Spec) -> int:
