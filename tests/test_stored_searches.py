@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 from unittest import mock
 
 import pytest
@@ -223,3 +224,13 @@ def test_another_process_reads_the_plan(disk, monkeypatch):
     text = chain().to_json()
     assert run_python(SECOND, CHAIN) == f"{text} 0\n"
     assert run_python(SECOND, CHAIN, PLANNER_DISK="off") == f"{text} 1\n"
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "numpy"])
+def test_a_change_of_any_module_of_a_backend_makes_other_plans(backend, monkeypatch):
+    read, folder = set(), pathlib.Path(planner.__file__).parent
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read.add(path) or b"")
+    stored._code.__wrapped__(backend)
+    modules = [path for name in ("common", backend) for path in (folder / "backends" / name).rglob("*.py")]
+    assert len(modules) > 10
+    assert read >= {*modules, *(folder / "kernels").rglob("*/*.py"), *(folder / "search").rglob("*.py")}
