@@ -58,7 +58,7 @@ def test_values_in_any_order_give_the_same_results_and_gradients(engine, sample)
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("objective", ["time", "bytes"])
-def test_plans_cost_no_more_for_it_and_some_less(objective, gradients, torch):
+def test_plans_cost_little_more_for_it_at_most_and_some_less(objective, gradients, torch):
     draw, less = Random(5), 0
     for operands in (3, 4, 5, 6) * 2:
         spec, shapes, _ = MAKERS["dense"](operands, draw)
@@ -70,8 +70,8 @@ def test_plans_cost_no_more_for_it_and_some_less(objective, gradients, torch):
             before = getattr(cost().cost, figure)
         planner.caches().clear()
         after = getattr(cost().cost, figure)
-        # With gradients another plan may be the best that autograd can run.
-        assert after <= before * (1.05 if gradients else 1)
+        # A plan that costs less than 1.05 times its score is not searched for again, and autograd may run another one.
+        assert after <= 1.05 * before
         less += after < 0.98 * before
     assert less >= 2, less
 
