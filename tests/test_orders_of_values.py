@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from functools import partial
 from random import Random
 from unittest import mock
@@ -25,6 +26,12 @@ from planner.search.space import SearchSpace
 AS_SEARCHED = mock.patch.object(choose, "order_values", lambda space, best: best)
 # The product of the two largest is written in the order that the next product reads: 49.9 us for 53.9.
 SPEC, SHAPES = "bag,ae,defbhc,fcd->gh", ((3, 4, 2), (4, 3), (8, 3, 2, 3, 9, 8), (2, 8, 8))
+
+# Other orders would save time here, and need more memory.
+NEED_MORE = [
+    ("faed,cba,hdebf,cg->gh", ((8, 5, 3, 3), (5, 2, 5), (2, 3, 3, 2, 8), (5, 9))),
+    ("heaif,ahgbic,kgbd,jc,fd,e->jk", ((9, 2, 4, 8, 9), (4, 9, 4, 4, 8, 5), (9, 4, 4, 2), (8, 5), (9, 2), (2,))),
+]
 
 
 def in_other_orders(plan, random):
@@ -74,6 +81,34 @@ def test_plans_cost_little_more_for_it_at_most_and_some_less(objective, gradient
         assert after <= 1.05 * before
         less += after < 0.98 * before
     assert less >= 2, less
+
+
+@pytest.mark.parametrize("objective", ["time", "bytes"])
+def test_other_orders_cost_less_and_need_no_more_memory(objective, torch):
+    draw, taken, plain = Random(7), [], choose.order_values
+
+    def spied(space, best):
+        found = plain(space, best)
+        if found is not best:
+            taken.append((best.cost, found.cost))
+            late = SearchSpace(space.contraction)
+            late.ends = 0.0
+            assert plain(late, best) is best
+            interrupted = dataclasses.replace(best, interrupted=True)
+            assert plain(space, interrupted) is interrupted
+        return found
+
+    planner.caches().clear()
+    with mock.patch.object(choose, "order_values", spied):
+        for spec, shapes in [*[MAKERS["dense"](operands, draw)[:2] for operands in (4, 5, 6, 8) * 3], *NEED_MORE]:
+            planner.plan(spec, *needing_gradients(*shapes), backend="torch", device="cpu", minimize=objective)
+    planner.caches().clear()
+    assert len(taken) >= 3
+    for before, after in taken:
+        assert after.peak_bytes <= before.peak_bytes
+        assert after.retained_bytes <= before.retained_bytes
+        figure = operator.attrgetter({"time": "seconds", "bytes": "bytes_moved"}[objective])
+        assert figure(after) < figure(before)
 
 
 def test_no_step_copies_what_another_could_have_written_in_order(torch):

@@ -357,13 +357,18 @@ def test_results_of_chains_lie_the_same_on_all_processors(amd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "a", "b"), [("bmk,bk->bm", (64, 128, 16), (64, 16)), ("bkm,bk->bm", (8, 64, 64), (8, 64))]
+    ("spec", "a", "b", "rows"),
+    [
+        ("bmk,bk->bm", (64, 128, 16), (64, 16), True),
+        ("bkm,bk->bm", (8, 64, 64), (8, 64), True),
+        ("bkm,kb->bm", (16, 64, 16), (64, 16), False),  # as rows, `bmm` would copy them one at a time
+    ],
 )
-def test_vectors_of_a_batch_are_rows_where_autograd_records_the_product(spec, a, b):
+def test_vectors_of_a_batch_are_rows_where_autograd_records_the_product(spec, a, b, rows):
     operands = [integers(*a, grad=True), integers(*b, grad=True)]
     planner.contract(spec, *operands)
     (shapes,), found = shapes_of_products(lambda: planner.contract(spec, *operands))
-    assert shapes[0][1] == 1
+    assert (shapes[0][1] == 1) == rows
     expected = torch.einsum(spec, *operands)
     cotangent = integers(*expected.shape)
     ours, theirs = (torch.autograd.grad(x, operands, cotangent) for x in (found, expected))
