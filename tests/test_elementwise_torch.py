@@ -239,3 +239,13 @@ def test_slices_of_nothing_are_summed_to_nothing():
     for shape in ((0, 32, 7, 32), (7, 32, 0, 32), (1, 32, 7, 32), (41, 32, 7, 32)):
         a, b = integers(shape), integers((32, 32))
         assert torch.equal(run(a, b), torch.einsum("prqs,rs->pq", a, b))
+
+
+@pytest.mark.parametrize(("run", "times"), [(16, 1), (32, 2), (64, 4), (128, 4)])
+def test_strides_of_4_kib_take_longer_in_long_runs(run, times):
+    def picoseconds(batch):
+        plan = planner.plan("bnd,dbn->bnd", (batch, 16, run), (run, batch, 16), backend="torch", device="cpu")
+        return TABLE.price("multiply", plan.steps[0].op, CPU).cost.picoseconds / (batch * 16 * run)
+
+    strided = 1e12 * CPU.loop_seconds * 0.5 / 30
+    assert picoseconds(64) - picoseconds(63) == pytest.approx((times - 1) * strided, abs=0.05 * strided)

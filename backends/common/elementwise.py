@@ -17,6 +17,11 @@ from planner.language.spec import Spec, Term
 # on 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22 (of strided runs 2026-11-28); one took 30 ns.
 _ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS, _STRIDED_LOOPS = 1.3 / 30, 2 / 30, 10 / 30, 0.5 / 30
 _SHORT_RUN = 8
+# Lines of the cache that are multiples of 4 KiB apart displace each other, so a product by element reads an operand in
+# such strides slowly: 64 x 16 x 64 floats took 115 us, and 20 in strides of 4,032 bytes (one core of an AMD EPYC 9005,
+# torch 2.13, 2026-11-30). Strides of multiples of so many floats are such. Runs of up to so many elements take no
+# longer, others in proportion, up to the most times. Copies go in blocks.
+_FAR_ELEMENTS, _FAR_RUN, _MOST_FAR = 1024, 16, 4.0
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.
 _TWICE_LOOPS, _AGAIN_LOOPS, _RUNS_SUMMED_ONCE = 0.6 / 30, 7 / 30, 3
@@ -81,8 +86,8 @@ def short_run_seconds(
         turns = rows * run * _ELEMENT_LOOPS
     else:
         innermost = next(axis for axis in reversed(order) if spec.size(axis) != 1)
-        strided = not follows and _is_strided(terms, layouts, spec, innermost)
-        turns = rows * (_VECTORS_LOOPS + run * _STRIDED_LOOPS * strided)
+        strided = 0.0 if follows else _strided_loops(terms, layouts, spec, innermost, run)
+        turns = rows * (_VECTORS_LOOPS + run * strided)
     if len(runs) > _RUNS_SUMMED_ONCE and not all(any(axis in term for term in terms) for axis in order):
         turns = max(turns, rows * run * (_TWICE_LOOPS + _AGAIN_LOOPS / max(1, runs[-2])))
     return (math.prod(runs[:-2]) + turns) * device.loop_seconds
@@ -117,14 +122,23 @@ def scattered_read_seconds(
     return elements * (times - 1) / line * _LINE_LOOPS * device.loop_seconds
 
 
-def _is_strided(terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str) -> bool:
-    """Return whether some array is strided along the innermost axis of a loop.
+def _strided_loops(
+    terms: Sequence[Term], layouts: Sequence[Layout | None], spec: Spec, innermost: str, run: int
+) -> float:
+    """Return what each element of a loop takes if some array is strided along the innermost axis, in loops; else 0.
 
     Args:
         terms: the terms of the arrays.
         layouts: how they lie; empty if all are row-major.
         spec: the spec, for the sizes of the axes.
         innermost: the innermost axis of the loop.
+        run: how many elements it has, with axes that it can be viewed as one with.
     """
-    lie = zip(terms, layouts or (None,) * len(terms), strict=True)
-    return any(innermost in term and neighbours(term, layout, spec) != innermost for term, layout in lie)
+    loops = 0.0
+    for term, layout in zip(terms, layouts or (None,) * len(terms), strict=True):
+        if innermost in term and neighbours(term, layout, spec) != innermost:
+            lies = in_memory(term, layout)
+            stride = math.prod(map(spec.size, lies[lies.index(innermost) + 1 :]))
+            far = len(terms) > 1 and stride % _FAR_ELEMENTS == 0
+            loops = max(loops, _STRIDED_LOOPS * (min(_MOST_FAR, max(1.0, run / _FAR_RUN)) if far else 1.0))
+    return loops
