@@ -54,7 +54,6 @@ from planner.program.tree import Leaf, Node, Tree, nodes_of
 Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
-_AS_IT_IS: Around = lambda op, step: step  # noqa: E731
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *BY_ELEMENT,
           *transposed.REORDERED, "take, multiply, add", *INDEXED)  # fmt: skip
@@ -95,7 +94,7 @@ def compile_native(
     operands: Sequence[Strided],
     backward: Sequence[Step] | None,
     transformed: bool = False,
-    around: Around = _AS_IT_IS,
+    around: Around | None = None,
     index: Mapping[Any, Any] = MappingProxyType({}),
     kept: list[int] | None = None,
     rows: Mapping[Spec, str] = MappingProxyType({}),
@@ -116,7 +115,7 @@ def compile_native(
         backward: the steps of the plan's backward program; None if no gradient is asked for. Then steps may copy, since
             nothing is kept.
         transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
-        around: changes how a step runs.
+        around: changes how a step runs; None to run each as it is.
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
         kept: where the bytes of each copy are entered that autograd keeps; None if it must keep none.
         rows: the implementation of each step of the forward program, by the step's spec.
@@ -205,7 +204,7 @@ class _Compiler:
     operands: Sequence[Strided]
     chosen: Mapping[Spec, str] | None
     stride_ops: StrideOps
-    around: Around
+    around: Around | None
     index: Mapping[Any, Any]
     indexed: bool
     kept: list[int] | None
@@ -250,12 +249,12 @@ class _Compiler:
             and layout != layout_of(result.shape, result.strides)
         ):
             return None
-        if root and copies and self.on_cpu and self.around is _AS_IT_IS and len(self.operands) == 2:
+        if root and copies and self.on_cpu and self.around is None and len(self.operands) == 2:
             ends = kind == "matmul" and transposed.last_product(tree.op, standins, self.operands) is not None
             pair = einsum.summed_pair(tree, self.rows, standins, None if ends else result.strides)
             if pair is not None:
                 return (lambda xs, _=None: pair(*xs)), result
-        step = self.around(tree.op, run)
+        step = run if self.around is None else self.around(tree.op, run)
         if len(parts) == 1:
             (inner, _) = parts[0]
             if kind in INDEXED:
@@ -372,7 +371,7 @@ class _Compiler:
     def _take_then_multiply(
         self, op: Op, standins: Sequence[Strided], root: bool
     ) -> tuple[Callable[..., Tensor], Strided] | None:
-        """Return the calls of a product that takes rows first; None if it adds up rows, or makes copies of operands."""
+        """Return the calls of a product that takes rows first; None if it adds up rows, or copies large operands."""
         inner = Einsum(product_of_rows(op.spec), op.dtype)
         form = product_form(inner.spec)
         if form is None or inner.spec.gathers or indexed_dims(op.spec.output):
@@ -426,8 +425,8 @@ class _Compiler:
         """
         planned = node.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
         form, kept, out = einsum.recorded_form(planned, root), [], node.op.spec.output
-        by_einsum = form.matrices[2] != known_product(node.op.spec).matrices[2]
-        by_einsum = by_einsum or einsum.one_call(node.op, standins, True) is not None
+        turned = form.matrices[2] != known_product(node.op.spec).matrices[2]
+        by_einsum = turned or einsum.one_call(node.op, standins, True) is not None
         parts = zip(node.children, standins, standins[::-1], node.op.spec.inputs, form.matrices[:2], strict=True)
         for child, x, other, term, groups in parts:
             reshaped, strided = copies_of(x, term, groups)

@@ -98,13 +98,13 @@ def recorded_form(op: Op, last: bool = False) -> ProductForm:
     own = _einsum_form(form, spec)
     if not (form.contracted and is_short) or (own.matrices[2] != form.matrices[2] and not last):
         return form
-    operands, elements = list(zip(spec.inputs, layouts, form.matrices, own.matrices, strict=False)), spec.elements
+    operands = list(zip(spec.inputs, layouts, form.matrices[:2], own.matrices[:2], strict=True))
     viewed = [flattens(term, layout, groups, spec) for term, layout, groups, _ in operands]
     viewed_then = [flattens(term, layout, groups, spec) for term, layout, _, groups in operands]
     if viewed == viewed_then:
         return form
     copied, copied_then = (
-        sum(n for n, v in zip(elements, each, strict=False) if not v) for each in (viewed, viewed_then)
+        sum(n for n, v in zip(spec.elements[:2], each, strict=True) if not v) for each in (viewed, viewed_then)
     )
     apart = [matrix_copies(term, layout, groups, spec) > 0 for term, layout, groups, _ in operands]
     copies_once = any(a and v and not then for a, v, then in zip(apart, viewed, viewed_then, strict=True))
@@ -251,9 +251,13 @@ def last_call(op: Op, standins: Sequence[Strided]) -> tuple[Callable[..., Tensor
     if form.matrices[2] == known_product(spec).matrices[2]:
         return None
     swapped = _is_swapped(form, spec, standins, recorded=True)
+    return einsum_call(form, spec, spec.output, swapped), _result_strides(form, spec, swapped)
+
+
+def _result_strides(form: ProductForm, spec: Spec, swapped: bool) -> tuple[int, ...]:
+    """Return the strides of the result of torch's einsum, whose second operand comes first if `swapped`."""
     order = (*form.batch, *form.right, *form.left) if swapped else (*form.batch, *form.left, *form.right)
-    lying = STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(axis)) for axis in spec.output])
-    return einsum_call(form, spec, spec.output, swapped), lying.strides
+    return STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(e)) for e in spec.output]).strides
 
 
 def summed_pair(
@@ -282,9 +286,7 @@ def summed_pair(
     if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
         return None
     form = _einsum_form(known_product(spec), spec)
-    order = (*form.batch, *form.left, *form.right)
-    lying = STRIDE_OPS.permute(Strided.new(spec.shape(order)), [order.index(str(axis)) for axis in spec.output])
-    if strides not in (None, lying.strides) or any(map(sum, _einsum_copies(planned))):
+    if strides not in (None, _result_strides(form, spec, swapped=False)) or any(map(sum, _einsum_copies(planned))):
         return None
     return einsum_call(form, Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items()))), spec.output, False)
 

@@ -246,8 +246,8 @@ def result_ops(dtype: str) -> TorchOps:
 def native_reordered(op: Op, standins: Sequence[Strided], ops: StrideOps) -> tuple[Product, Strided] | None:
     """Return the native calls of a row of `REORDERED`, and the stand-in of their result; None if it refuses the step.
 
-    Autograd must not record them, but for some on AMD, see `is_faster_on_amd`. It would compute the gradients
-    transposed, too, and the operands of some of these lie as rows, which an Intel Xeon multiplies slowly that way.
+    Autograd must not record them. It would compute the gradients transposed, too, and the operands of some of these lie
+    as rows, which an Intel Xeon multiplies slowly that way.
 
     Args:
         op: the step, without layouts.
