@@ -19,7 +19,7 @@ from brute_force import every_keep, every_order, every_tree, figure, least, ops,
 from conftest import examples, installed_frameworks
 from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
-from laws import Floors, plan_of, stand_ins
+from laws import Floors, as_searched, plan_of, stand_ins
 
 import planner
 from planner.bench.planning import MAKERS, gathers
@@ -74,10 +74,6 @@ def nodes_of(case):
 
 # Brute force knows trees and what they keep; a loop over slices may do what none of them does.
 plan_without_loops = mock.patch("planner.search.choose.loop_candidates", mock.Mock(return_value=()))(plan_of)
-
-
-# Nor does it know other orders of axes than the one that the search gives all values.
-as_searched = mock.patch("planner.search.choose.order_values", lambda space, best: best)
 
 
 def space_of(case, backend="numpy", dtype=None):
