@@ -19,8 +19,8 @@ _ELEMENT_LOOPS, _VECTORS_LOOPS, _SUM_LOOPS, _STRIDED_LOOPS = 1.3 / 30, 2 / 30, 1
 _SHORT_RUN = 8
 # Lines of the cache that are multiples of 4 KiB apart displace each other, so a product by element reads an operand in
 # such strides slowly: 64 x 16 x 64 floats took 115 us, and 20 in strides of 4,032 bytes (one core of an AMD EPYC 9005,
-# torch 2.13, 2026-11-30). Strides of multiples of so many floats are such. Runs of up to so many elements take no
-# longer, others in proportion, up to the most times. Copies go in blocks.
+# torch 2.13, 2026-11-30). These are the floats in 4 KiB, the length of a run up to which it takes no longer, and how
+# many times as long the longest runs take. Copies go in blocks.
 _FAR_ELEMENTS, _FAR_RUN, _MOST_FAR = 1024, 16, 4.0
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.

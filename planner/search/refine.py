@@ -102,9 +102,9 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
 
 
 def _saves_in_a_step(best: Candidate, tree: Tree) -> bool:
-    """Whether the forward steps that a tree has in place of the candidate's copy now, and cost less then.
+    """Whether one of the forward steps that a tree changes copies now, and whether these steps cost less in the tree.
 
-    Values that are written in another order count as row-major.
+    Values whose order the tree changes count as row-major.
     """
     steps = {step.op.spec: step for step in best.programs.forward.steps}
     pairs = zip(nodes_of(best.tree), nodes_of(tree), strict=True)

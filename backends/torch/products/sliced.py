@@ -36,7 +36,7 @@ from planner.program.ops import Op
 # 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
 # Times on a CPU as numbers of operators. The product of a slice takes the first with the views of its operands: 10 us.
-# A step by slices takes the second once more, whatever their number. A batched product that is summed takes the third
+# A step by slices takes the second besides, whatever their number. A batched product that is summed takes the third
 # besides what it launches. The last two come from products of 2 to 16 slices of 16 x 16, beside `matmul` (one core of
 # an AMD EPYC 9005, torch 2.13, 2026-11-30).
 SLICE_LAUNCHES, _ALL_LAUNCHES, _SUM_LAUNCHES = 4.3, 6, 2
