@@ -138,7 +138,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     copies = count_reordered(op.spec, lean)
     more = copies.elements * size - sum(part.copied for part in parts)
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _reordered_seconds(op, device)
-    seconds += _GATHERED_SECONDS * count_gathered(op.spec, lean)
+    seconds += copies.divided * _REORDERED_IN_CACHE + _GATHERED_SECONDS * count_gathered(op.spec, lean)
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 

@@ -21,25 +21,41 @@ _TOGETHER = 64
 # run takes 0.5 more, and its elements 0.2 more if the array is reordered beyond blocks of so many elements, which fit
 # the cache (2,076 arrangements of 1,852 products, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
 _RUN_ELEMENT, _RUN, _SCATTERED_RUN, _BLOCK, _BEYOND_BLOCK = 0.4, 5.0, 0.5, 4096, 0.2
+# XLA joins the axes of rows, columns and terms into one each, also where they are neighbours. If the innermost of these
+# was several, a copy divides the index of each element by the size of the last one: 5 ns where others take 0.5, with 3
+# by 5 elements. A power of two that divides the size is copied at once (592 copies, one core of an AMD EPYC 7003, JAX
+# 0.10.2, 2026-11-30).
+_DIVIDED = 8
 # XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
 # multiplications (each `_TURNED`, if the result is turned). Where it gathers the larger matrix element by element, each
 # of these takes as long as `_GATHERED` copied ones. If the smaller matrix has more than `_NARROW` rows or columns, that
 # time is multiplied by `_NARROW` / their number. A product of 256 by 512 by 3 took 200 us, and 15 to 24 us with rows
 # and columns in each other's place (Intel Xeon, JAX 0.10.2, 2026-11-28).
 _FOLDED, _TURNED, _GATHERED, _NARROW = 24, 20, 3, 24
-# Eigen takes 0.4 us more for each matrix of a batch (see `_RUN_ELEMENT` for the machine).
-_BY_MATRIX = 1500
+# Eigen takes 0.4 us more for each matrix of a batch (see `_RUN_ELEMENT` for the machine). XLA does not call it for sums
+# of at most two terms.
+_BY_MATRIX, _CALLED = 1500, 3
 # If the number of terms is no multiple of the one, YNNPACK takes longer for each row of the first factor, by so many
 # copied elements.
 _EVEN, _UNEVEN = 4, 15
+# YNNPACK computes so many columns at once. A multiplication for a column that is not there takes this part of the time
+# of a copied element (1,384 products with 3,500 arrangements, see `_DIVIDED` for the machine).
+_LANES, _IDLE = 8, 0.1
+# If the terms of the second factor stand behind its columns, YNNPACK turns it, which takes this part of the time of a
+# copy for each element: 0.2 to 0.7 ns, with 256 and 2,048 matrices of 128 by 16 (same machine).
+_PACKED = 0.5
+# XLA sums each row of a matrix times a vector by itself: as long as so many copied elements (the same products).
+_ROW_SUM = 4
 # Elements that XLA computes at once: an innermost axis of at least so many stays innermost in a product with a vector.
 _VECTOR = 16
-# An arrangement other than that of `jnp.einsum` saves copies of this part of all elements. It may need more memory for
-# copies only up to so many elements: a program that replaces einsum must not run out of memory.
-_WORTH_DIFFERING, _SLACK = 0.1, 2**14
-# To permute a result must save the copies of at least this part of all elements besides those of the result, and of at
-# least so many: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
-_WORTH_PERMUTING, _LEAST_SAVED = 0.25, 2**15
+# An arrangement other than that of `jnp.einsum` saves copies of this part of all elements: with 0.1 of them 65 of 1,108
+# products took more than 1.05 times einsum's time, with 0.4 of them 43, and all of them 1.005 times as long. It may
+# need more memory for copies only up to so many elements: a program that replaces einsum must not run out of memory.
+_WORTH_DIFFERING, _SLACK = 0.4, 2**14
+# To permute a result must save the copies of so many times its elements and of this part of all elements, and of at
+# least so many elements: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
+# Of 94 products 7 whose saving was less than 1.5 times that of 1.0 and 0.25 took 1.2 to 3.3 times as long permuted.
+_PERMUTED, _WORTH_PERMUTING, _LEAST_SAVED = 1.5, 0.5, 2**15
 
 
 class _Arrangement(NamedTuple):
@@ -102,19 +118,28 @@ def _copied_apart(copies: Mapping[int, int]) -> int:
 
 def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     """Return what XLA does for an arrangement besides multiplying, in copied elements that take as long."""
-    form, orders, excess = known_product(spec), _orders(spec, arrangement), 0.0
+    form, groups, excess = known_product(spec), _groups(spec, arrangement), 0.0
+    batch, first, second, terms = form.sizes[0], *(form.sizes[1 + each] for each in arrangement[:2]), form.sizes[3]
     for place in arrangement.copied:
-        both = wide_axes(spec.terms[place], spec), orders[place]
-        excess += _copy_time(*(both[::-1] if place == 2 else both), spec.by_axis)
+        given, wanted = wide_axes(spec.terms[place], spec), tuple(itertools.chain(*groups[place]))
+        if place == 2:
+            excess += _copy_time(wanted, given, spec.by_axis)
+        else:
+            excess += _copy_time(given, wanted, spec.by_axis) + _division_time(given, groups[place], spec.by_axis)
     if _is_folded(spec, arrangement):
-        matrices = form.sizes[0] if form.sizes[0] > 1 else 0
-        slow = _GATHERED * _gathered(spec, arrangement) + matrices * _BY_MATRIX
-        return excess + slow + math.prod(form.sizes) / (_TURNED if _is_turned(spec, arrangement) else _FOLDED)
-    if min(form.sizes[1:3]) > 1:
-        uneven = form.sizes[3] > 1 and form.sizes[3] % _EVEN != 0
-        return excess + uneven * form.sizes[0] * form.sizes[1 + arrangement.first] * _UNEVEN
+        if terms >= _CALLED:
+            excess += _GATHERED * _gathered(spec, arrangement) + (batch if batch > 1 else 0) * _BY_MATRIX
+        return excess + math.prod(form.sizes) / (_TURNED if _is_turned(spec, arrangement) else _FOLDED)
+    if min(first, second) > 1:
+        uneven = batch * first if terms > 1 and terms % _EVEN != 0 else 0
+        idle = batch * first * terms * (-second % _LANES)
+        place, (shared, summed, columns) = arrangement.second, groups[arrangement.second]
+        turned = place not in arrangement.copied and wide_axes(spec.inputs[place], spec) != (*shared, *summed, *columns)
+        return excess + uneven * _UNEVEN + idle * _IDLE + turned * batch * terms * second * _PACKED
+    if first > 1:
+        excess += batch * first * _ROW_SUM
     # Without a copy einsum's own arrangement is as fast or faster on some processors.
-    if not arrangement.copied or max(form.sizes[1:3]) == 1 or _sums_well(spec, arrangement):
+    if not arrangement.copied or max(first, second) == 1 or _sums_well(spec, arrangement):
         return excess
     return excess + max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
 
@@ -197,6 +222,19 @@ def _copy_time(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, i
     return elements * (1 + beyond * _BEYOND_BLOCK + _SCATTERED_RUN / run)
 
 
+def _division_time(order: Sequence[str], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> float:
+    """Return how long a copy into groups of axes takes to divide its index by the size of the last axis.
+
+    See `_DIVIDED`. The result is in copied elements.
+    """
+    inner = next(filter(None, reversed(groups)), ())
+    if len(inner) < 2 or [*order] == [*itertools.chain(*groups)]:
+        return 0.0
+    size = sizes[inner[-1]]
+    power = size & -size  # the greatest power of two that divides it
+    return 0.0 if power == size else _DIVIDED / power * math.prod(sizes[axis] for axis in order)
+
+
 def factors(spec: Spec, lean: bool = False) -> tuple[int, int]:
     """Return the numbers of the operands that are the first and the second factor of a product."""
     return arranged(spec, lean)[:2]
@@ -240,7 +278,7 @@ def permuted(spec: Spec) -> Spec | None:
     others = [dataclasses.replace(spec, output=(*batch, *one, *other)) for one, other in ((left, right), (right, left))]
     excess, best = min([(_excess(each, arranged(each)), each) for each in others], key=lambda pair: pair[0])
     elements = [math.prod(spec.shape(term)) for term in spec.terms]
-    worth = max(elements[2] + _WORTH_PERMUTING * sum(elements), _LEAST_SAVED)
+    worth = max(_PERMUTED * elements[2] + _WORTH_PERMUTING * sum(elements), _LEAST_SAVED)
     return best if _excess(spec, arranged(spec)) - excess > worth else None
 
 
@@ -255,20 +293,25 @@ class ProductCopies(NamedTuple):
     Attributes:
         elements: copied elements of operands and result.
         apart: how many of them are copied one by one or few at a time, which is slow.
+        divided: how many copied elements take as long as the divisions for them, see `_DIVIDED`.
         reused: how many are copied into the memory of the result, which is written last.
     """
 
     elements: int
     apart: float
+    divided: float
     reused: int
 
 
-def _orders(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[str, ...]]:
-    """Return the order in which XLA multiplies the axes of each term of a product, those of size 1 left out."""
+def _groups(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Return by the place of each term of a product the batch and its two other groups of axes, as XLA multiplies them.
+
+    Axes of size 1 are left out.
+    """
     form, (first, second, batch, contracted, _) = known_product(spec), arrangement
-    free = (form.left, form.right)
-    groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
-    return {place: wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}
+    rows, columns = (form.left, form.right)[first], (form.left, form.right)[second]
+    groups = {first: (batch, rows, contracted), second: (batch, contracted, columns), 2: (batch, rows, columns)}
+    return {place: tuple(wide_axes(group, spec) for group in each) for place, each in groups.items()}
 
 
 @cached_by_step
@@ -288,12 +331,13 @@ def count_gathered(spec: Spec, lean: bool = False) -> float:
 def count_reordered(spec: Spec, lean: bool = False) -> ProductCopies:
     """Return what XLA copies for a product, see `_copied_places`."""
     arrangement = arranged(spec, lean)
-    orders, copied, apart = _orders(spec, arrangement), _copies(spec, arrangement), 0.0
+    groups, copied, apart, divided = _groups(spec, arrangement), _copies(spec, arrangement), 0.0, 0.0
     for place, elements in copied.items():
-        order = wide_axes(spec.terms[place], spec)
-        apart += elements * min(1.0, _TOGETHER / max(1, _together(order, orders[place], spec.by_axis)))
+        given, wanted = wide_axes(spec.terms[place], spec), tuple(itertools.chain(*groups[place]))
+        apart += elements * min(1.0, _TOGETHER / max(1, _together(given, wanted, spec.by_axis)))
+        divided += _division_time(given, groups[place], spec.by_axis) if place != 2 else 0.0
     total = sum(copied.values())
-    return ProductCopies(total, apart, total - _copied_apart(copied))
+    return ProductCopies(total, apart, divided, total - _copied_apart(copied))
 
 
 def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:
