@@ -39,8 +39,8 @@ from planner.plan import load_plan as _load_plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
 from planner.search.choose import find_bound as _find_bound
-from planner.search.choose import naive_plan as _naive_plan
 from planner.search.family import make_family_plan as _make_plan
+from planner.search.naive import naive_plan as _naive_plan
 from planner.sharding import Sharding, shard
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__

@@ -291,7 +291,7 @@ def plan(
     )
     contraction = _read_call(request, backend, operands, indices, device)
     if mesh is not None or placements is not None:
-        from planner.search.mesh import put_on_mesh
+        from planner.search.devices.mesh import put_on_mesh
 
         contraction = put_on_mesh(contraction, operands, indices, mesh, placements)
     return _plan(contraction, operands, indices)

@@ -17,7 +17,7 @@ from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import for_dynamo, run_plan
 from planner.search.alternatives import Alternative, alternatives
-from planner.search.collectives import Collective, collectives
+from planner.search.devices.collectives import Collective, collectives
 from planner.slices import Slices
 
 

@@ -21,7 +21,7 @@ from planner.program.calls import RunPlan
 from planner.program.frameworks import Backend, beside_jax, load_backend, operands_framework
 from planner.program.guards import is_marked
 from planner.program.plan import PlanRecord
-from planner.search.collectives import whole_plan
+from planner.search.devices.collectives import whole_plan
 
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from planner.language.split import (
 from planner.language.units import bytes_text, parse_bytes
 from planner.plan import Plan
 from planner.program.frameworks import framework_of
-from planner.search.collectives import Collective
+from planner.search.devices.collectives import Collective
 
 # How many splits over some axes of the mesh are continued over the next axis.
 _MOST_CONTINUED = 64

@@ -13,7 +13,7 @@ from planner.bench.choices import ESTIMATES, _other_rows, estimates, known_plans
 from planner.cost.device import PRESETS  # noqa: E402
 from planner.program.forms import GroupedForm, grouped_form  # noqa: E402
 from planner.search.alternatives import alternatives  # noqa: E402
-from planner.search.choose import naive_plan  # noqa: E402
+from planner.search.naive import naive_plan  # noqa: E402
 from planner.testing.strategies import problems  # noqa: E402
 from planner.workloads import WORKLOADS  # noqa: E402
 

@@ -28,7 +28,6 @@ from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 from planner.search.bounds import least_of_naive
-from planner.search.choose import naive_plan
 from planner.search.exact import gathered
 from planner.search.exact.graph import Edge, unpack
 from planner.search.exact.lazy import LazySearch
@@ -36,6 +35,7 @@ from planner.search.exact.listing import Bounds, fused_terms, kernel_launches, l
 from planner.search.exact.network import Network, Value
 from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.exact.vectors import VectorListing
+from planner.search.naive import naive_plan
 from planner.search.space import ADDITIVE, OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
 

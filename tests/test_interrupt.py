@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import re
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 from laws import needing_gradients
 
 import planner
-from planner import members
+from planner import Operand, members
+from planner.bench.planning import gathers
 from planner.search import choose
 from planner.search.exact.dynamic import Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.family import FAMILIES
+from planner.search.space import SearchSpace
 
 SPEC = "ab,bc,cd,de->ae"
 OPERANDS = [np.arange(float(n * m)).reshape(n, m) % 3 for n, m in ((4, 3), (3, 6), (6, 2), (2, 5))]
@@ -46,6 +49,27 @@ def steps(monkeypatch, spec=SPEC, operands=OPERANDS, **options):
         calls = interrupt(patched, None)
         planner.plan(spec, *operands, **options)
     return len(calls)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("options", [{}, {"minimize": "bytes"}, {"memory_limit": 10**6}], ids=str)
+def test_ctrl_c_after_the_first_search_never_goes_through(monkeypatch, gradients, options):
+    """Wherever it comes: a program is built at each of these points."""
+    spec, shapes, indices = gathers(4, random.Random(0))
+    operands = [Operand(shape, requires_grad=gradients) for shape in shapes]
+
+    def plan_of(at):
+        planner.caches().clear()
+        with monkeypatch.context() as patched:
+            calls = interrupt(patched, at, ((SearchSpace, "programs"),))
+            return planner.plan(spec, *operands, backend="numpy", **options, **indices), len(calls)
+
+    whole, count = plan_of(None)
+    for at in range(1, count + 1):
+        plan, _ = plan_of(at)
+        assert plan.interrupted
+        assert not plan.proven
+        assert planner.plan(spec, *operands, backend="numpy", **options, **indices).cost == whole.cost
 
 
 # The best tree of the chain is the first one that a search for the least time prices.

@@ -10,7 +10,7 @@ import pytest
 from conftest import assert_on_file, examples, installed_frameworks
 
 import planner
-from planner.search.collectives import whole_plan
+from planner.search.devices.collectives import whole_plan
 from planner.testing import problems
 
 CHAIN = "ij, jk, kl -> il", ((64, 4096), (4096, 512), (512, 8)), {}

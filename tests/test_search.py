@@ -38,13 +38,13 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 from planner.program.tree import Leaf
-from planner.search.choose import naive_plan
 from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.network import Network
 from planner.search.exact.sizes import sizes_of
 from planner.search.exact.vectors import VectorListing
 from planner.search.many import searches
+from planner.search.naive import naive_plan
 from planner.search.paths import splits_of
 from planner.search.space import ADDITIVE, OPTIMAL, PATH_STOP, SearchSpace
 from planner.testing import Problem, problems

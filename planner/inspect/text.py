@@ -14,7 +14,7 @@ from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.plan import NAIVE, Loop, PlanRecord
 from planner.program.program import Program, Step
-from planner.search.collectives import foretell
+from planner.search.devices.collectives import foretell
 
 MOST_ROWS = 40
 # The column that says what a step copies. It is left out where no step does.

@@ -15,7 +15,7 @@ from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keep_nothing
-from planner.search.collectives import add_exchanges
+from planner.search.devices.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
@@ -12,14 +13,25 @@ from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.cached import cached_until_cleared
 from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES
+from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import least_seconds
-from planner.program.plan import NAIVE, PlanRecord
-from planner.search.bounds import least_by_sizes, least_of_loops, least_of_naive, lower_bound
-from planner.search.collectives import add_exchanges
+from planner.program.plan import PlanRecord
+from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
+from planner.search.devices.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.many.searches import run_searches
+from planner.search.naive import (
+    MOST_COMPARED,
+    SLACK_BYTES,
+    is_compared,
+    is_lean,
+    naive_candidate,
+    naive_plan,
+    needed,
+    needs_little,
+)
 from planner.search.refine import (
     is_fastest_kept,
     keep_inputs,
@@ -27,18 +39,15 @@ from planner.search.refine import (
     order_values,
     prefer_autograd,
     quicken_steps,
-    with_einsum_copies,
     with_row_major_results,
 )
 from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
-from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
+from planner.search.space import ADDITIVE, AUTO, Candidate, SearchSpace
 from planner.search.stored import remembered
 
-# A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
-_SLACK_BYTES = 2**16
-# Plans of at most so many operands are searched for again if they take more memory than einsum, or `_MUCH` times what
-# the search predicted. From `_MORE` times on they are compared with the naive tree.
-_MOST_SEARCHED_AGAIN, _MUCH, _MORE = 5, 1.1, 1.05
+# Short plans are searched for again if they take `_MUCH` times what the search predicted. From `_MORE` times on they
+# are compared with the naive tree.
+_MUCH, _MORE = 1.1, 1.05
 # A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
 _CLEARLY = 1.1
 
@@ -70,23 +79,28 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     """Search for the plan of a contraction; the arguments are those of `make_plan`."""
     space, on_mesh = SearchSpace(contraction), contraction.mesh is not None
     best, candidates = _best(space, given, loops and not on_mesh)
+    bound = None
     try:
         best = best if given else prefer_autograd(space, order_children(space, best))
+        # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.
+        bound = None if given else lower_bound(space, best, candidates)
+        plan = _plan_of(contraction, best, bound)
+        if given is None and not on_mesh:
+            plan = _no_worse_than_einsum(_no_slower_than_naive(plan), loops)
     except KeyboardInterrupt:
-        best = marked_interrupted(best)
-    # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.
-    bound = None if given else lower_bound(space, best, candidates)
+        plan = _plan_of(contraction, marked_interrupted(best), bound)
+    return add_exchanges(plan) if on_mesh else plan
+
+
+def _plan_of(contraction: Contraction, best: Candidate, bound: float | None) -> PlanRecord:
     cost = dataclasses.replace(best.cost, bound=bound)
-    plan = PlanRecord.of_contraction(
+    return PlanRecord.of_contraction(
         contraction,
         tree=best.tree,
         programs=dataclasses.replace(best.programs, cost=cost),
         proven=best.proven,
         origin=best.origin,
     )
-    if given is None and not on_mesh:
-        plan = _no_worse_than_einsum(_no_slower_than_naive(plan), loops)
-    return add_exchanges(plan) if on_mesh else plan
 
 
 def marked_interrupted(plan: AnyPlan) -> AnyPlan:
@@ -128,20 +142,20 @@ def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
     is compiled too, the naive plan is taken if it needs no more memory and is predicted to take about as long.
     """
     contraction, options = plan.contraction, plan.options
-    if contraction.symbols or plan.interrupted or not _is_compared(contraction):
+    if contraction.symbols or plan.interrupted or not is_compared(contraction):
         return plan
     compiles = load_backend(contraction.backend).compiles
     has_choice = len(contraction.operands) > 2 or bool(contraction.resolved.spec.gathers)
-    if _needs_little(plan) and not (compiles and has_choice):
+    if needs_little(plan) and not (compiles and has_choice):
         return plan
     naive = naive_plan(contraction, as_run=True)
     least, seconds = plan.cost.seconds, naive.cost.seconds
     # If both take as long, the plan may be proven.
-    if compiles and has_choice and least < seconds <= _CLEARLY * least and _is_lean(naive, plan):
+    if compiles and has_choice and least < seconds <= _CLEARLY * least and is_lean(naive, plan):
         return _in_place_of(plan, naive, "within a tenth of the least time found")
-    if _is_lean(plan, naive):
+    if is_lean(plan, naive):
         return plan
-    trains, most = plan.programs.backward is not None, max(_needed(naive), _SLACK_BYTES)
+    trains, most = plan.programs.backward is not None, max(needed(naive), SLACK_BYTES)
     limits = Limits(None, most) if trains else Limits(most, None)
     # With gradients the naive plan is priced with copies that only torch's autograd keeps.
     found = [] if trains and not compiles else [naive]
@@ -181,35 +195,6 @@ def _fastest(plans: Sequence[PlanRecord]) -> PlanRecord:
     return best if CLOSE * best.cost.seconds <= whole.cost.seconds else whole
 
 
-def _is_compared(contraction: Contraction) -> bool:
-    """Whether plans of a contraction are compared with einsum's memory. A search under limits can take seconds."""
-    options = contraction.options
-    is_usual = options.minimize == "time" and options.optimize in SEARCHES and not options.limited
-    return is_usual and len(contraction.operands) <= _MOST_SEARCHED_AGAIN
-
-
-def _needed(plan: PlanRecord) -> int:
-    """Return the bytes that count: those retained with gradients, the peak without."""
-    return plan.cost.peak_bytes if plan.programs.backward is None else plan.cost.retained_bytes
-
-
-def _is_lean(plan: PlanRecord, other: PlanRecord) -> bool:
-    """Whether a plan needs no more memory than another, or little."""
-    return _needed(plan) <= max(_needed(other), _SLACK_BYTES)
-
-
-def _needs_little(plan: PlanRecord) -> bool:
-    """Whether a plan needs no more memory than any naive plan would, or little: then that need not be made."""
-    return _needed(plan) <= max(_SLACK_BYTES, least_of_naive(plan.contraction))
-
-
-def is_as_lean_as_einsum(plan: PlanRecord) -> bool:
-    """Whether a plan needs no more memory than the naive plan where plans are compared with it."""
-    if not _is_compared(plan.contraction) or _needs_little(plan):
-        return True
-    return _is_lean(plan, naive_plan(plan.contraction, as_run=True))
-
-
 def _in_place_of(plan: PlanRecord, other: PlanRecord | Candidate, why: str = "") -> PlanRecord:
     """Return another plan of a contraction, or a candidate, as the plan that was chosen."""
     bound = plan.cost.bound if other.loop is None else other.cost.bound  # of a loop, one that holds for loops
@@ -245,30 +230,6 @@ def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     if space.may_be_exact(objective, AUTO):
         return check_interrupt(make_plan(contraction, loops=False)).cost.bound
     return least_by_sizes(space, objective)
-
-
-def naive_plan(contraction: Contraction, as_run: bool = False, keeps_copies: bool = True) -> PlanRecord:
-    """Return the naive plan: gather whole operands, then contract along opt_einsum's path.
-
-    It keeps what the framework's own autograd keeps. That includes copies of operands that a product made: torch saves
-    what it gives to `bmm`. Its steps allocate what the framework's own functions do; `as_run` says to count what our
-    stock implementations allocate, which may copy more. A naive plan that is run itself keeps no such copies.
-    """
-    found = _naive_candidate(SearchSpace(contraction), as_run)
-    programs = found.programs
-    copies_of = load_backend(contraction.backend).einsum_copies
-    if keeps_copies and programs.backward is not None and copies_of is not None and not programs.copies:
-        programs = with_einsum_copies(programs, copies_of)
-    return PlanRecord.of_contraction(
-        contraction, tree=found.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE
-    )
-
-
-def _naive_candidate(space: SearchSpace, as_run: bool = True) -> Candidate:
-    """Return the naive tree; `as_run` is as in `naive_plan`."""
-    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True, as_run=as_run)
-    assert result is not None
-    return Candidate(space.programs(result.tree, lower), result.tree, lower, False, NAIVE)
 
 
 class _Found:
@@ -332,11 +293,23 @@ def _best(
     Raises:
         PlannerLimitError: no candidate is within the limits.
     """
-    options, found = space.options, _Found(space)
-    limits, candidates = found.limits, found.candidates
+    found = _Found(space)
+    try:
+        _search(found, given, loops)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    chosen = found.best_allowed()
+    if chosen is None:
+        raise KeyboardInterrupt if found.interrupted else _limit_error(found.candidates, found.limits, space.is_late())
+    return chosen, found.candidates
+
+
+def _search(found: _Found, given: Callable[[SearchSpace], Candidate] | None, loops: bool) -> None:
+    """Run the searches for the best candidate, see `_best`. Ctrl-C within a search leaves what others have found."""
+    space, options, limits, candidates = found.space, found.space.options, found.limits, found.candidates
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
     if given is not None:
-        found.add([given(space)])
+        found.add([_made(partial(given, space))])
     else:
         found.search(objectives)
     best = found.best()
@@ -345,7 +318,7 @@ def _best(
             found.search(ADDITIVE)
             found.add(with_row_major_results(space, best))
         if not any(space.requires):
-            found.add([_naive_candidate(space)])
+            found.add(map(naive_candidate, [space]))
         best = found.best()
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
@@ -371,10 +344,6 @@ def _best(
         if given is None and best is not None and not allocates_little(best.programs):
             tried = _with_slow_ones(space, candidates)  # loops may go around any tree
         found.add(loop_candidates(space, tuple(tried)))
-    chosen = found.best_allowed()
-    if chosen is None:
-        raise KeyboardInterrupt if found.interrupted else _limit_error(candidates, limits, space.is_late())
-    return chosen, candidates
 
 
 def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
@@ -383,7 +352,8 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     about_peaks = objective == "peak" or limits.memory is not None
     can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).compiled_peak)
     can_prove &= limits in (NO_LIMITS, limits_of(space.options))
-    for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
+
+    def candidate_of(result: SearchResult, lower: Lowerer, search_name: str) -> Candidate:
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
         origin = f"{search_name}{' in part' * (search_name == 'exact' and not exact)}, {objective}"
@@ -396,11 +366,26 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         # Of two equal steps one may have a named row, and the programs have it in both.
         scored = programs.row_major and objective != "peak" and not result.names
         as_searched = scored or plan_key(objective)(candidate.cost)[0] <= _score(space, objective, result)
-        proven = exact and can_prove and as_searched
-        candidate = dataclasses.replace(candidate, proven=proven)
-        yield candidate
-        if any(space.requires) and not (limits == NO_LIMITS and (proven or is_fastest_kept(space, candidate))):
+        return dataclasses.replace(candidate, proven=exact and can_prove and as_searched)
+
+    for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
+        yield (candidate := _made(partial(candidate_of, result, lower, search_name)))
+        if candidate.interrupted:
+            return
+        is_fastest = limits == NO_LIMITS and (candidate.proven or is_fastest_kept(space, candidate))
+        if any(space.requires) and not is_fastest:
             yield keep_inputs(space, candidate)
+
+
+def _made(make: Callable[[], Candidate]) -> Candidate:
+    """Return the candidate that a function makes. After Ctrl-C it is made again, as its tree is known.
+
+    A second Ctrl-C goes through.
+    """
+    try:
+        return make()
+    except KeyboardInterrupt:
+        return dataclasses.replace(make(), proven=False, interrupted=True)
 
 
 def _with_slow_ones(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -416,7 +401,7 @@ def _lies_badly(space: SearchSpace, best: Candidate, times: float) -> bool:
 
     Then another tree may be faster, and searches for other objectives may know it.
     """
-    if best.found is None or space.options.minimize != "time" or len(space.operands) > _MOST_SEARCHED_AGAIN:
+    if best.found is None or space.options.minimize != "time" or len(space.operands) > MOST_COMPARED:
         return False
     return best.cost.seconds > times * _score(space, "time", best.found)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from planner.cost.figures import PlanCost
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
 from planner.program.build import Lowerer
@@ -242,39 +241,6 @@ def _copies_as_einsum(programs: Programs, backend: Backend) -> bool:
         return False
     steps = [step for step in programs.forward.steps if len(step.inputs) == 2]
     return programs.copies <= sum(sum(backend.einsum_copies(step.op)) for step in steps)
-
-
-def with_einsum_copies(programs: Programs, copies_of: Callable[[Op], Sequence[int]]) -> Programs:
-    """Return the programs of a naive plan with the copies of operands that autograd keeps: `Backend.einsum_copies`."""
-    cost = programs.cost
-    assert programs.backward is not None
-    assert cost.backward is not None
-    wanted = {number for number, gradient in enumerate(programs.gradients) if gradient is not None}
-    kept, steps = 0, []
-    for step in programs.forward.steps:
-        steps.append(dataclasses.replace(step, live_bytes=step.live_bytes + kept))
-        if len(step.inputs) == 2:
-            for variable, other, size in zip(step.inputs, step.inputs[::-1], copies_of(step.op), strict=True):
-                # Of a computed value the copy is kept in place of the value.
-                if other in wanted and programs.variables[variable].base < len(programs.gradients):
-                    kept += size
-        if wanted.intersection(step.inputs):
-            wanted.update(step.outputs)
-    if not kept:
-        return programs
-    back = [dataclasses.replace(step, live_bytes=step.live_bytes + kept) for step in programs.backward.steps]
-    forward_peak = max([step.live_bytes for step in steps])
-    backward_peak = cost.backward.peak_bytes + kept
-    retained = cost.retained_bytes + kept
-    return dataclasses.replace(
-        programs,
-        forward=dataclasses.replace(programs.forward, steps=tuple(steps), peak_bytes=forward_peak),
-        backward=dataclasses.replace(programs.backward, steps=tuple(back), peak_bytes=backward_peak),
-        cost=PlanCost.of(
-            dataclasses.replace(cost.forward, peak_bytes=forward_peak, retained_bytes=retained),
-            dataclasses.replace(cost.backward, peak_bytes=backward_peak, retained_bytes=retained),
-        ),
-    )
 
 
 def call_seconds(contraction: Contraction, found: Candidate | PlanRecord) -> float:

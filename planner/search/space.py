@@ -25,7 +25,7 @@ from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
-from planner.search.collectives import exchange_pricer
+from planner.search.devices.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.listing import Bounds, fused_terms, kernel_launches

@@ -25,7 +25,7 @@ BESIDE = {
         "kernels/take/triton_",
     ),
     "tests/test_sharding_jax.py": (
-        "backends/jax/partition", "planner/language/split", "planner/search/collectives",
+        "backends/jax/partition", "planner/language/split", "planner/search/devices/collectives",
     ),
 }  # fmt: skip
 # What judges no mutant: it builds the distribution, or tries the mutants.

@@ -1,7 +1,7 @@
 """Plans for a mesh of devices: the contraction of one device's parts.
 
 Each device contracts its parts of the arrays, see `planner.language.split`. So a plan for a mesh is the plan of a
-contraction of smaller sizes, whose steps wait for what devices exchange, see `planner.search.collectives`.
+contraction of smaller sizes, whose steps wait for what devices exchange, see `planner.search.devices.collectives`.
 """
 
 from __future__ import annotations
