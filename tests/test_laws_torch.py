@@ -110,6 +110,7 @@ def test_every_lowering_agrees():
     agree(Problem("bhid, jhd -> bhij", ((2, 3, 4, 5), (6, 3, 5))))  # the output's gradient is copied for both gradients
     agree(Problem("ijk, k -> ij", ((4, 80, 4096), (4096,))))  # summed slice by slice
     agree(Problem("ui, vi -> iuv", ((4, 2), (5, 2))))  # both are copied
+    agree(Problem("ac, cba -> ab", ((3, 4), (4, 5, 3))))  # einsum copies one matrix at a time
     agree(Problem("u, zik -> kuzi", ((4,), (2, 3, 4))))  # in the order of the second
     q = np.array([[3, 0], [1, 1], [5, 0]])
     agree(Problem("abcd -> dq[ca]b", ((2, 3, 3, 2),), {"q": 5}, {"q": q}, "drop"))

@@ -55,7 +55,7 @@ Run = Callable[..., Tensor]
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *BY_ELEMENT,
+NATIVE = ("matmul", einsum.EINSUM, "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *BY_ELEMENT,
           *transposed.REORDERED, "take, multiply, add", *INDEXED)  # fmt: skip
 # The rows that autograd itself may run, and the rows of the gradients that it computes.
 AUTOGRAD: Mapping[str, Sequence[str]] = {
@@ -243,7 +243,7 @@ class _Compiler:
             result = result._replace(copied=False)
         _, layout = stock_layout(tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins))
         if (
-            self.rows.get(tree.op.spec) not in (*BY_ELEMENT, *transposed.REORDERED)
+            self.rows.get(tree.op.spec) not in (*BY_ELEMENT, *transposed.REORDERED, einsum.EINSUM)
             and not (root and (kind == "multiply" or not copies))
             and not (layout is not None and layout.unknown)
             and layout != layout_of(result.shape, result.strides)
@@ -338,6 +338,9 @@ class _Compiler:
             form = known_product(spec)
             if recorded and einsum.has_vectors(form, MOST_VECTORS):
                 return None
+            if row == einsum.EINSUM:  # of plans without gradients
+                call, strides = einsum.lean_call(op)
+                return call, result._replace(strides=strides)
             if recorded and root and (ended := einsum.last_call(op, standins)) is not None:
                 return ended[0], result._replace(strides=ended[1], copied=True)
             if self.tries:

@@ -39,6 +39,7 @@ from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.copied import copy_first_row, joint_row, with_quick_copies
+from planner.backends.torch.products.einsum import einsum_row
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.few_columns import few_scratch
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
@@ -216,6 +217,7 @@ def make_table() -> Table:
         if row.name == "matmul":
             product = with_quick_copies(dataclasses.replace(row, inexact=("cuda",)))
             stock[place : place + 1] = [product, _of_integers(row)]
+            lean = einsum_row(product)
         elif row.name == "take, multiply, add":
             stock[place] = with_quick_copies(row)
     launches = Launches(
@@ -228,7 +230,7 @@ def make_table() -> Table:
         TERM_LAUNCHES,
         follows=True,
     )
-    products = [*sliced_rows(), *elementwise_rows(), *reordered_rows(), joint_row(product), copy_first_row()]
+    products = [*sliced_rows(), *elementwise_rows(), *reordered_rows(), joint_row(product), copy_first_row(), lean]
     return Table([*stock, *products, *grouped, *on_card], more=launches)
 
 

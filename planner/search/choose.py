@@ -42,7 +42,7 @@ from planner.search.refine import (
     with_row_major_results,
 )
 from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
-from planner.search.space import ADDITIVE, AUTO, Candidate, SearchSpace
+from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
 
 # Short plans are searched for again if they take `_MUCH` times what the search predicted. From `_MORE` times on they
@@ -320,8 +320,11 @@ def _search(found: _Found, given: Callable[[SearchSpace], Candidate] | None, loo
         if not any(space.requires):
             found.add(map(naive_candidate, [space]))
         best = found.best()
-    if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
-        found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
+    # Searches do not know what guards need, nor what is copied of values that lie otherwise than row-major.
+    misses = load_backend(space.backend).strided or (options.minimize == "peak" and space.index_bytes)
+    if best is not None and not best.proven and given is None and options.minimize in ("peak", "bytes") and misses:
+        found.search(OBJECTIVES)
+        found.add(_along_path(space))
         best = found.best()
     if best is None or not keeps_within(best.cost, limits):
         known = len(candidates)
@@ -375,6 +378,14 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         is_fastest = limits == NO_LIMITS and (candidate.proven or is_fastest_kept(space, candidate))
         if any(space.requires) and not is_fastest:
             yield keep_inputs(space, candidate)
+
+
+def _along_path(space: SearchSpace) -> Iterator[Candidate]:
+    """Yield the candidate along opt_einsum's path, as einsum goes, with the implementations that cost least."""
+    if space.options.optimize in SEARCHES and len(space.operands) > 1:
+        result, lower = space.search(space.options.minimize, PATH_STOP, space.path("auto"))
+        if result is not None:
+            yield Candidate(space.programs(result.tree, lower), result.tree, lower, False, "opt_einsum auto")
 
 
 def _made(make: Callable[[], Candidate]) -> Candidate:

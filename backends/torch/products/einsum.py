@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.stock import SMALL_MATRIX, Product, is_swapped
-from planner.backends.common.stock_layout import matrix_copies, product_copies
+from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors
 from planner.backends.torch.products.batches import has_few_neighbours
 from planner.backends.torch.strides import STRIDE_OPS, Strided, copies_of
 from planner.cost.device import Device
@@ -20,7 +20,9 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import flattens, layout_of, neighbours
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, term_gathers
+from planner.program.calls import PreparedRun, Run
 from planner.program.forms import ProductForm, known_product, product_form
+from planner.program.implementations import Implementation
 from planner.program.ops import Einsum, Op, joint_elements
 from planner.program.tree import Leaf, Node, Tree
 
@@ -30,6 +32,9 @@ MOST_LETTERS = len(_LETTERS)
 # Torch multiplies scattered matrices as they lie up to so many multiplications: 13 us for 19 at 4,608 of them, 38 for
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 _MOST_SCATTERED, _MOST_SCATTERED_VECTORS = 2**14, 2**12
+EINSUM = "einsum"
+# A product whose matrices are copied one at a time counts as so many times as long as one whose operand is copied.
+_ONE_AT_A_TIME = 1.25
 # A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 
@@ -61,7 +66,7 @@ def _einsum_copies(op: Op) -> list[tuple[int, int]]:
     form = _einsum_form(form, op.spec)
     layouts, size = op.layouts or (None, None), itemsize(op.dtype)
     if not any(product_copies(form, op.spec, layouts)):
-        return []
+        return [(0, 0), (0, 0)]
     copies = []
     for term, layout, groups in zip(op.spec.inputs, layouts, form.matrices[:2], strict=True):
         if not matrix_copies(term, layout, groups, op.spec):
@@ -125,6 +130,53 @@ def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
     if len(op.spec.inputs) == 2 and (copies := _einsum_copies(op)):
         return cost._replace(scratch_bytes=cost.scratch_bytes - cost.copied_bytes + sum(map(sum, copies)))
     return cost
+
+
+def einsum_row(product: Implementation) -> Implementation:
+    """Return the row that multiplies by torch's own einsum where that copies less than the stock row `product`.
+
+    Einsum copies matrices without a stride of 1 one at a time. The stock row copies the operand as a whole, and as a
+    rule is faster. So this row is of use where memory counts.
+    """
+
+    def supports(op: Op) -> str | None:
+        if (reason := product.supports(op)) is not None:
+            return reason
+        spec, layouts = op.spec, op.layouts or (None, None)
+        if op.dtype not in ("float32", "float64") or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
+            return "einsum has rules of its own for other dtypes and for axes of size 1"
+        form = known_product(spec)
+        copied = sum(map(max, product_copies(form, spec, layouts), scattered_vectors(form, spec, layouts)))
+        return None if sum(map(sum, _einsum_copies(op))) < copied * itemsize(op.dtype) else "einsum copies as much"
+
+    def cost(op: Op, device: Device) -> StepCost:
+        found, copied = product.cost(op, device), sum(map(sum, _einsum_copies(op)))
+        seconds = math.ceil(_ONE_AT_A_TIME * found.picoseconds)
+        return einsum_cost(op, found, device)._replace(picoseconds=seconds, copied_bytes=copied)
+
+    def prepare(op: Op) -> Run:
+        call, _ = lean_call(op)
+        return lambda inputs, index: (call(*inputs),)
+
+    return dataclasses.replace(
+        product,
+        name=EINSUM,
+        supports=supports,
+        cost=cost,
+        run=PreparedRun(prepare),
+        layouts=lambda op: (layout_of(op.spec.output_shape, lean_call(op)[1]),),
+        stock=False,
+        kinds=("cpu",),
+        inexact=(),
+        slower_than=product.name,
+        values_only=True,
+    )
+
+
+def lean_call(op: Op) -> tuple[Product, tuple[int, ...]]:
+    """Return torch's own einsum of a product, and the strides of its result."""
+    spec, form = op.spec, _einsum_form(known_product(op.spec), op.spec)
+    return einsum_call(form, spec, spec.output, False), _result_strides(form, spec, swapped=False)
 
 
 def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
