@@ -21,10 +21,10 @@ _TOGETHER = 64
 # run takes 0.5 more, and its elements 0.2 more if the array is reordered beyond blocks of so many elements, which fit
 # the cache (2,076 arrangements of 1,852 products, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
 _RUN_ELEMENT, _RUN, _SCATTERED_RUN, _BLOCK, _BEYOND_BLOCK = 0.4, 5.0, 0.5, 4096, 0.2
-# XLA joins the axes of rows, columns and terms into one each, also where they are neighbours. If the innermost of these
-# was several, a copy divides the index of each element by the size of the last one: 5 ns where others take 0.5, with 3
-# by 5 elements. A power of two that divides the size is copied at once (592 copies, one core of an AMD EPYC 7003, JAX
-# 0.10.2, 2026-11-30).
+# XLA joins the axes of rows, of columns and of terms into one each, also where they are neighbours. If the innermost of
+# these three was several axes, a copy into it divides the index of each element by the size of the last axis. With 3 by
+# 5 elements that takes 5 ns, where a scattered element takes 0.7 (592 copies, one core of an AMD EPYC 7003, JAX 0.10.2,
+# 2026-11-30). If 2, 4 or 8 divides the size, so many elements share a division; a power of two needs none.
 _DIVIDED = 8
 # XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
 # multiplications (each `_TURNED`, if the result is turned). Where it gathers the larger matrix element by element, each
@@ -44,17 +44,20 @@ _LANES, _IDLE = 8, 0.1
 # If the terms of the second factor stand behind its columns, YNNPACK turns it, which takes this part of the time of a
 # copy for each element: 0.2 to 0.7 ns, with 256 and 2,048 matrices of 128 by 16 (same machine).
 _PACKED = 0.5
-# XLA sums each row of a matrix times a vector by itself: as long as so many copied elements (the same products).
+# XLA sums each row of a matrix times a vector by itself, which takes as long as so many copied elements (the products
+# of `_IDLE`).
 _ROW_SUM = 4
 # Elements that XLA computes at once: an innermost axis of at least so many stays innermost in a product with a vector.
 _VECTOR = 16
-# An arrangement other than that of `jnp.einsum` saves copies of this part of all elements: with 0.1 of them 65 of 1,108
-# products took more than 1.05 times einsum's time, with 0.4 of them 43, and all of them 1.005 times as long. It may
-# need more memory for copies only up to so many elements: a program that replaces einsum must not run out of memory.
+# An arrangement other than that of `jnp.einsum` saves copies of this part of all elements. At 0.1 of them 65 of 1,108
+# products took more than 1.05 times einsum's time, at 0.4 of them 43; their times by einsum's had means of 0.908 and
+# 0.913. It may need more memory for copies only up to so many elements: a program that replaces einsum must not run out
+# of memory.
 _WORTH_DIFFERING, _SLACK = 0.4, 2**14
 # To permute a result must save the copies of so many times its elements and of this part of all elements, and of at
 # least so many elements: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
-# Of 94 products 7 whose saving was less than 1.5 times that of 1.0 and 0.25 took 1.2 to 3.3 times as long permuted.
+# When 1.0 times the result's elements and 0.25 of all were enough, 7 of 94 permuted products took 1.2 to 3.3 times as
+# long as einsum's; now none of 51 takes more than 1.08.
 _PERMUTED, _WORTH_PERMUTING, _LEAST_SAVED = 1.5, 0.5, 2**15
 
 
@@ -127,8 +130,9 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         else:
             excess += _copy_time(given, wanted, spec.by_axis) + _division_time(given, groups[place], spec.by_axis)
     if _is_folded(spec, arrangement):
-        if terms >= _CALLED:
-            excess += _GATHERED * _gathered(spec, arrangement) + (batch if batch > 1 else 0) * _BY_MATRIX
+        excess += _GATHERED * _gathered(spec, arrangement)
+        if terms >= _CALLED and batch > 1:
+            excess += batch * _BY_MATRIX
         return excess + math.prod(form.sizes) / (_TURNED if _is_turned(spec, arrangement) else _FOLDED)
     if min(first, second) > 1:
         uneven = batch * first if terms > 1 and terms % _EVEN != 0 else 0
@@ -174,8 +178,11 @@ def _is_turned(spec: Spec, arrangement: _Arrangement) -> bool:
 def _gathered(spec: Spec, arrangement: _Arrangement) -> float:
     """Return how many elements Eigen gathers one by one for a product of two matrices, those of few columns weighed.
 
-    It is fast if the second factor has its columns last, and at least as many as the first one has rows.
+    It is fast if the second factor has its columns last, and at least as many as the first one has rows. Of two terms
+    XLA adds the products itself.
     """
+    if known_product(spec).sizes[3] < _CALLED:
+        return 0
     form, (first, second, batch, contracted, _) = known_product(spec), arrangement
     if _is_turned(spec, arrangement):
         first, second = second, first
@@ -227,7 +234,7 @@ def _division_time(order: Sequence[str], groups: Sequence[Sequence[str]], sizes:
 
     See `_DIVIDED`. The result is in copied elements.
     """
-    inner = next(filter(None, reversed(groups)), ())
+    inner = next(filter(None, reversed(groups[1:])), ())  # XLA joins no axes of the batch
     if len(inner) < 2 or [*order] == [*itertools.chain(*groups)]:
         return 0.0
     size = sizes[inner[-1]]
