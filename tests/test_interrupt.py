@@ -53,8 +53,10 @@ def steps(monkeypatch, spec=SPEC, operands=OPERANDS, **options):
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("options", [{}, {"minimize": "bytes"}, {"memory_limit": 10**6}], ids=str)
-def test_ctrl_c_after_the_first_search_never_goes_through(monkeypatch, gradients, options):
-    """Wherever it comes: a program is built at each of these points."""
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_ctrl_c_after_the_first_search_gives_a_plan(monkeypatch, gradients, options, backend):
+    """A program is built at each of the points where it comes."""
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
     spec, shapes, indices = gathers(4, random.Random(0))
     operands = [Operand(shape, requires_grad=gradients) for shape in shapes]
 
@@ -62,14 +64,23 @@ def test_ctrl_c_after_the_first_search_never_goes_through(monkeypatch, gradients
         planner.caches().clear()
         with monkeypatch.context() as patched:
             calls = interrupt(patched, at, ((SearchSpace, "programs"),))
-            return planner.plan(spec, *operands, backend="numpy", **options, **indices), len(calls)
+            return planner.plan(spec, *operands, backend=backend, **options, **indices), len(calls)
 
     whole, count = plan_of(None)
     for at in range(1, count + 1):
         plan, _ = plan_of(at)
         assert plan.interrupted
         assert not plan.proven
-        assert planner.plan(spec, *operands, backend="numpy", **options, **indices).cost == whole.cost
+        assert planner.plan(spec, *operands, backend=backend, **options, **indices).cost == whole.cost
+
+
+def test_ctrl_c_leaves_the_plan_that_keeps_inputs_alone(monkeypatch):
+    """It may be the only one within a limit."""
+    operands = [Operand(shape, requires_grad=True) for shape in ((40, 30), (30, 60), (60, 20), (20, 50))]
+    interrupt(monkeypatch, 1)
+    plan = planner.plan(SPEC, *operands, backend="numpy", memory_limit=27_800)
+    assert plan.interrupted
+    assert plan.cost.peak_bytes <= 27_800
 
 
 # The best tree of the chain is the first one that a search for the least time prices.

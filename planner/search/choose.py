@@ -45,8 +45,8 @@ from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candid
 from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
 from planner.search.stored import remembered
 
-# Short plans are searched for again if they take `_MUCH` times what the search predicted. From `_MORE` times on they
-# are compared with the naive tree.
+# Plans of up to `MOST_COMPARED` operands are searched for again if they take `_MUCH` times what the search predicted.
+# From `_MORE` times on they are compared with the naive tree.
 _MUCH, _MORE = 1.1, 1.05
 # A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
 _CLEARLY = 1.1
@@ -320,11 +320,13 @@ def _search(found: _Found, given: Callable[[SearchSpace], Candidate] | None, loo
         if not any(space.requires):
             found.add(map(naive_candidate, [space]))
         best = found.best()
-    # Searches do not know what guards need, nor what is copied of values that lie otherwise than row-major.
-    misses = load_backend(space.backend).strided or (options.minimize == "peak" and space.index_bytes)
-    if best is not None and not best.proven and given is None and options.minimize in ("peak", "bytes") and misses:
-        found.search(OBJECTIVES)
-        found.add(_along_path(space))
+    if best is not None and not best.proven and given is None and options.minimize in ("peak", "bytes"):
+        if options.minimize == "peak" and space.index_bytes:
+            found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
+        if load_backend(space.backend).strided and len(space.operands) <= MOST_COMPARED and not space.is_late():
+            # Nor what is copied of values that lie otherwise than row-major. Einsum's own path may copy less.
+            found.search(ADDITIVE)
+            found.add(_along_path(space))
         best = found.best()
     if best is None or not keeps_within(best.cost, limits):
         known = len(candidates)
@@ -373,15 +375,15 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         yield (candidate := _made(partial(candidate_of, result, lower, search_name)))
-        if candidate.interrupted:
-            return
         is_fastest = limits == NO_LIMITS and (candidate.proven or is_fastest_kept(space, candidate))
         if any(space.requires) and not is_fastest:
-            yield keep_inputs(space, candidate)
+            yield _made(partial(keep_inputs, space, candidate))
+        if candidate.interrupted and not result.interrupted:
+            return
 
 
 def _along_path(space: SearchSpace) -> Iterator[Candidate]:
-    """Yield the candidate along opt_einsum's path, as einsum goes, with the implementations that cost least."""
+    """Yield the candidate along opt_einsum's path, which einsum takes, with the best implementations of its steps."""
     if space.options.optimize in SEARCHES and len(space.operands) > 1:
         result, lower = space.search(space.options.minimize, PATH_STOP, space.path("auto"))
         if result is not None:
@@ -391,7 +393,7 @@ def _along_path(space: SearchSpace) -> Iterator[Candidate]:
 def _made(make: Callable[[], Candidate]) -> Candidate:
     """Return the candidate that a function makes. After Ctrl-C it is made again, as its tree is known.
 
-    A second Ctrl-C goes through.
+    A second Ctrl-C drops it.
     """
     try:
         return make()

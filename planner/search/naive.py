@@ -17,7 +17,7 @@ from planner.search.space import PATH_STOP, Candidate, SearchSpace
 
 # A plan for the least time may take so many bytes more than einsum. All tensors of a small call are in the cache.
 SLACK_BYTES = 2**16
-# Plans of at most so many operands are compared with einsum's memory.
+# Plans of at most so many operands are compared with einsum's memory, and searched for again where values lie badly.
 MOST_COMPARED = 5
 
 
