@@ -127,6 +127,7 @@ def test_a_plan_may_need_as_little_as_einsum(spec, shapes):
     expected, memory = torch_memory(partial(torch.einsum, spec, *operands))
     for options in ({"minimize": "peak"}, {"memory_limit": planner.plan(spec, *operands).naive_cost.peak_bytes}):
         plan = planner.plan(spec, *operands, **options)
+        assert "memory_limit" in options or EINSUM in [step.choice.lowering for step in plan.steps]
         plan(*operands)
         found, measured = torch_memory(partial(plan, *operands))
         assert torch.equal(found, expected)
@@ -518,3 +519,14 @@ def test_products_keep_no_more_than_einsum_however_operands_lie(product):
     assert held.retained_bytes <= kept.retained_bytes
     plan = planner.plan(spec, *operands)
     assert plan.cost.retained_bytes == torch_memory(lambda: plan(*operands))[1].retained_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_einsum_is_no_row_of_plans_with_gradients_or_of_axes_of_size_1(dtype):
+    spec, a, b = "ac, cba -> ab", integers(100, 20, dtype=dtype), integers(20, 100, 100, dtype=dtype)
+    assert planner.plan(spec, a, b, minimize="peak").steps[0].choice.lowering == EINSUM
+    single = planner.plan("aec, cba -> aeb", a[:, None], b, minimize="peak")
+    assert EINSUM not in [step.choice.lowering for step in single.steps]
+    if dtype.is_floating_point:
+        trained = planner.plan(spec, a.requires_grad_(), b, minimize="peak")
+        assert EINSUM not in [step.choice.lowering for step in trained.steps]

@@ -50,8 +50,8 @@ BY_NAME = ("planner/program/frameworks.py", "planner/bench/card.py")
 # Programs that import what they measure when they are imported.
 CARD = ("planner.bench.cards", "planner.bench.ahead_of_time", "planner.bench.training")
 MOST_MODULES, MOST_LINES = 14, 450
-# How many of its modules `import planner` may load: 97 do today, in some 100 ms of processor time.
-MOST_LOADED = 98
+# How many of its modules `import planner` may load: 98 do today, in some 100 ms of processor time.
+MOST_LOADED = 99
 # The exact search is one search, the oracle shares no code with what it judges.
 LONGER = ("planner.search.exact.dynamic", "planner.testing.reference")
 BANNED_CALLS = {"eval", "exec", "__import__"}

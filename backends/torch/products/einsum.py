@@ -33,8 +33,9 @@ MOST_LETTERS = len(_LETTERS)
 # 17 at 32,768. Vectors take longer, 55 us for 11 at 65,536 (one core of an AMD EPYC, torch 2.13, 2026-11-28).
 _MOST_SCATTERED, _MOST_SCATTERED_VECTORS = 2**14, 2**12
 EINSUM = "einsum"
-# A product whose matrices are copied one at a time counts as so many times as long as one whose operand is copied.
-_ONE_AT_A_TIME = 1.25
+# Each matrix of a batch that torch copies one at a time takes so long besides: 3 to 7 us, with matrices of 8 x 8 to
+# 50 x 40 (one core of an AMD EPYC 7003, torch 2.13, 2026-11-30). Smaller products than `SMALL_MATRIX` copy nothing.
+_MATRIX_SECONDS = 5e-6
 # A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 
@@ -133,26 +134,30 @@ def einsum_cost(op: Op, cost: StepCost, device: Device) -> StepCost:
 
 
 def einsum_row(product: Implementation) -> Implementation:
-    """Return the row that multiplies by torch's own einsum where that copies less than the stock row `product`.
+    """Return the row that multiplies by torch's own einsum where that needs less memory than the stock row `product`.
 
-    Einsum copies matrices without a stride of 1 one at a time. The stock row copies the operand as a whole, and as a
-    rule is faster. So this row is of use where memory counts.
+    Einsum copies matrices without a stride of 1 one at a time. The stock row copies the operand as a whole, which is
+    faster. So plans take this row where memory counts.
     """
 
     def supports(op: Op) -> str | None:
         if (reason := product.supports(op)) is not None:
             return reason
-        spec, layouts = op.spec, op.layouts or (None, None)
-        if op.dtype not in ("float32", "float64") or len(spec.axes) > MOST_LETTERS or 1 in spec.by_axis.values():
-            return "einsum has rules of its own for other dtypes and for axes of size 1"
-        form = known_product(spec)
+        spec, layouts, form = op.spec, op.layouts or (None, None), known_product(op.spec)
+        if op.dtype == "bool" or len(spec.axes) > MOST_LETTERS:
+            return "einsum takes no bool, and at most 52 axes"
+        if 1 in spec.by_axis.values():
+            return "einsum has rules of its own for axes of size 1"
         copied = sum(map(max, product_copies(form, spec, layouts), scattered_vectors(form, spec, layouts)))
-        return None if sum(map(sum, _einsum_copies(op))) < copied * itemsize(op.dtype) else "einsum copies as much"
+        return None if _einsum_scratch(op) < copied * itemsize(op.dtype) else "einsum copies as much"
 
     def cost(op: Op, device: Device) -> StepCost:
-        found, copied = product.cost(op, device), sum(map(sum, _einsum_copies(op)))
-        seconds = math.ceil(_ONE_AT_A_TIME * found.picoseconds)
-        return einsum_cost(op, found, device)._replace(picoseconds=seconds, copied_bytes=copied)
+        found, (batch, m, n, k) = product.cost(op, device), known_product(op.spec).sizes
+        one_at_a_time = any(each for _, each in _einsum_copies(op)) and m * n * k >= SMALL_MATRIX
+        seconds = batch * _MATRIX_SECONDS if one_at_a_time else 0.0
+        copied = found.copied_bytes if _einsum_scratch(op) else 0
+        lean = einsum_cost(op, found, device)
+        return lean._replace(picoseconds=found.picoseconds + math.ceil(1e12 * seconds), copied_bytes=copied)
 
     def prepare(op: Op) -> Run:
         call, _ = lean_call(op)
@@ -173,10 +178,20 @@ def einsum_row(product: Implementation) -> Implementation:
     )
 
 
+def _einsum_scratch(op: Op) -> int:
+    """Return the bytes of the copies that torch's einsum has at the same time."""
+    return sum(map(sum, _einsum_copies(op)))
+
+
 def lean_call(op: Op) -> tuple[Product, tuple[int, ...]]:
-    """Return torch's own einsum of a product, and the strides of its result."""
+    """Return torch's own einsum of a product, and the strides of its result.
+
+    Einsum is asked for the order in which it multiplies: else it may multiply in another.
+    """
     spec, form = op.spec, _einsum_form(known_product(op.spec), op.spec)
-    return einsum_call(form, spec, spec.output, False), _result_strides(form, spec, swapped=False)
+    output = (*form.batch, *form.left, *form.right)
+    call, dims = einsum_call(form, spec, output, False), tuple(output.index(str(axis)) for axis in spec.output)
+    return lambda a, b: call(a, b).permute(dims), _result_strides(form, spec, swapped=False)
 
 
 def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
@@ -338,7 +353,7 @@ def summed_pair(
     if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
         return None
     form = _einsum_form(known_product(spec), spec)
-    if strides not in (None, _result_strides(form, spec, swapped=False)) or any(map(sum, _einsum_copies(planned))):
+    if strides not in (None, _result_strides(form, spec, swapped=False)) or _einsum_scratch(planned):
         return None
     return einsum_call(form, Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items()))), spec.output, False)
 
