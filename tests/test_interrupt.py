@@ -77,7 +77,7 @@ def test_ctrl_c_after_the_first_search_gives_a_plan(monkeypatch, gradients, opti
 def test_ctrl_c_leaves_the_plan_that_keeps_inputs_alone(monkeypatch):
     """It may be the only one within a limit."""
     operands = [Operand(shape, requires_grad=True) for shape in ((40, 30), (30, 60), (60, 20), (20, 50))]
-    interrupt(monkeypatch, 1)
+    interrupt(monkeypatch, 1, ((LazySearch, "price"),))
     plan = planner.plan(SPEC, *operands, backend="numpy", memory_limit=27_800)
     assert plan.interrupted
     assert plan.cost.peak_bytes <= 27_800
