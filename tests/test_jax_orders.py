@@ -134,17 +134,13 @@ def test_sparsify_knows_products_that_are_computed_the_other_way_round(jit):
         ("zuik, zuiwk -> uw", {"i": 3, "k": 5, "u": 8, "w": 8, "z": 128}, (0, 1)),
         ("cuji, cj -> cui", {"c": 512, "i": 5, "j": 4, "u": 3}, (0, 1)),
         ("binh, tnh -> bnit", {"b": 32, "h": 8, "i": 128, "n": 4, "t": 2}, (1, 0)),  # two rows, and not two columns
-        (
-            "dnb, bidn -> dni",
-            {"b": 64, "d": 64, "i": 16, "n": 2},
-            (0, 1),
-        ),  # else it sums rows one by one
+        ("dnb, bidn -> dni", {"b": 64, "d": 64, "i": 16, "n": 2}, (0, 1)),  # else it sums rows one by one
         ("bnid, bijd -> bnij", {"b": 4, "d": 16, "i": 32, "j": 128, "n": 4}, (1, 0)),  # the second factor has d last
         ("khmi, imj -> ijhk", {"h": 4, "i": 64, "j": 16, "k": 8, "m": 2}, (1, 0)),  # two terms, so Eigen is not called
     ],
 )
 def test_products_are_given_to_xla_as_it_is_fast(spec, sizes, factors):
-    """Each took 1.5 to 5 times as long with the factors in the other order (AMD EPYC 7003, 2026-11-30)."""
+    """In the other order the same products, some with longer axes, took 1.5 to 4 times as long (AMD EPYC 7003)."""
     product = dataclasses.replace(parse(spec), sizes=tuple(sizes.items()))
     assert arrangement.factors(product) == factors
     assert arrangement.count_reordered(product).divided == 0
@@ -154,7 +150,7 @@ def test_products_are_given_to_xla_as_it_is_fast(spec, sizes, factors):
 
 @pytest.mark.parametrize(("size", "divided"), [(5, 8), (12, 2), (24, 1), (16, 0)])
 def test_copies_into_joined_axes_divide_by_the_size_of_the_last(size, divided):
-    """A power of two that divides the size takes one division."""
+    """As many elements share a division as the greatest power of two that divides the size."""
     product = Spec((("k", "z", "i"), ("w", "z", "k", "i")), ("w",), (("i", size), ("k", 3), ("w", 64), ("z", 7)))
     assert arrangement.count_reordered(product).divided == divided * 3 * 7 * size
 

@@ -324,7 +324,7 @@ def _search(found: _Found, given: Callable[[SearchSpace], Candidate] | None, loo
         if options.minimize == "peak" and space.index_bytes:
             found.search(OBJECTIVES)  # the search for the least peak does not know what guards need
         if load_backend(space.backend).strided and len(space.operands) <= MOST_COMPARED and not space.is_late():
-            # Nor what is copied of values that lie otherwise than row-major. Einsum's own path may copy less.
+            # They do not know what is copied of values that lie otherwise than row-major. Einsum's path may copy less.
             found.search(ADDITIVE)
             found.add(_along_path(space))
         best = found.best()

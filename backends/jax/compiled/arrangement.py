@@ -23,7 +23,7 @@ _TOGETHER = 64
 _RUN_ELEMENT, _RUN, _SCATTERED_RUN, _BLOCK, _BEYOND_BLOCK = 0.4, 5.0, 0.5, 4096, 0.2
 # XLA joins the axes of rows, of columns and of terms into one each, also where they are neighbours. If the innermost of
 # these three was several axes, a copy into it divides the index of each element by the size of the last axis. With 3 by
-# 5 elements that takes 5 ns, where a scattered element takes 0.7 (592 copies, one core of an AMD EPYC 7003, JAX 0.10.2,
+# 5 elements that takes 5 ns, as long as 7 scattered elements (592 copies, one core of an AMD EPYC 7003, JAX 0.10.2,
 # 2026-11-30). If 2, 4 or 8 divides the size, so many elements share a division; a power of two needs none.
 _DIVIDED = 8
 # XLA multiplies matrices by YNNPACK or by Eigen. Eigen takes longer: one copied element for each `_FOLDED`
@@ -39,7 +39,7 @@ _BY_MATRIX, _CALLED = 1500, 3
 # copied elements.
 _EVEN, _UNEVEN = 4, 15
 # YNNPACK computes so many columns at once. A multiplication for a column that is not there takes this part of the time
-# of a copied element (1,384 products with 3,500 arrangements, see `_DIVIDED` for the machine).
+# of a copied element (1,660 products in 3,933 arrangements, see `_DIVIDED` for the machine).
 _LANES, _IDLE = 8, 0.1
 # If the terms of the second factor stand behind its columns, YNNPACK turns it, which takes this part of the time of a
 # copy for each element: 0.2 to 0.7 ns, with 256 and 2,048 matrices of 128 by 16 (same machine).
@@ -57,7 +57,7 @@ _WORTH_DIFFERING, _SLACK = 0.4, 2**14
 # To permute a result must save the copies of so many times its elements and of this part of all elements, and of at
 # least so many elements: they take 10 us, as long as a step that is no operation of JAX may take more than one that is.
 # When 1.0 times the result's elements and 0.25 of all were enough, 7 of 94 permuted products took 1.2 to 3.3 times as
-# long as einsum's; now none of 51 takes more than 1.08.
+# long as einsum's. Now 51 are permuted, of which one took 1.0 to 1.2 times as long (the products of `_IDLE`).
 _PERMUTED, _WORTH_PERMUTING, _LEAST_SAVED = 1.5, 0.5, 2**15
 
 
@@ -230,10 +230,7 @@ def _copy_time(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, i
 
 
 def _division_time(order: Sequence[str], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> float:
-    """Return how long a copy into groups of axes takes to divide its index by the size of the last axis.
-
-    See `_DIVIDED`. The result is in copied elements.
-    """
+    """Return how long the divisions of a copy into groups of axes take, in copied elements: see `_DIVIDED`."""
     inner = next(filter(None, reversed(groups[1:])), ())  # XLA joins no axes of the batch
     if len(inner) < 2 or [*order] == [*itertools.chain(*groups)]:
         return 0.0

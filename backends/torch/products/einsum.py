@@ -186,12 +186,12 @@ def _einsum_scratch(op: Op) -> int:
 def lean_call(op: Op) -> tuple[Product, tuple[int, ...]]:
     """Return torch's own einsum of a product, and the strides of its result.
 
-    Einsum is asked for the order in which it multiplies: else it may multiply in another.
+    Einsum is asked for a result with the axes of the first operand before those of the second: for another order it
+    may multiply them the other way round.
     """
     spec, form = op.spec, _einsum_form(known_product(op.spec), op.spec)
     output = (*form.batch, *form.left, *form.right)
-    call, dims = einsum_call(form, spec, output, False), tuple(output.index(str(axis)) for axis in spec.output)
-    return lambda a, b: call(a, b).permute(dims), _result_strides(form, spec, swapped=False)
+    return _permuted_call(form, spec, output, False), _result_strides(form, spec, swapped=False)
 
 
 def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
@@ -293,6 +293,11 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
     free = tuple(axis for axis in output if axis not in form.batch)
     if not swapped and free != (*form.left, *form.right) and 1 in spec.by_axis.values():
         return None  # einsum has rules of its own for axes of size 1
+    return _permuted_call(form, spec, output, swapped)
+
+
+def _permuted_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:
+    """Return the call of `einsum_call`, whose result is permuted from `output` to the spec's order of axes."""
     call = einsum_call(form, spec, output, swapped)
     if output == spec.output:
         return call
