@@ -98,7 +98,7 @@ def lowerers(problem, backend):
 
 
 # That a plan is as lean as einsum counts more than its time; `test_plans_are_as_lean_as_einsum` looks at that.
-@mock.patch("planner.search.choose._no_worse_than_einsum", lambda plan, loops: plan)
+@mock.patch("planner.search.choose.no_worse_than_einsum", lambda plan, loops, search: plan)
 @as_searched
 def assert_least(case, backend, most_trees, dtype=None):
     problem = space_of(case, backend, dtype)

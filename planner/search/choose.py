@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within, limits_of
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
@@ -16,22 +14,12 @@ from planner.language.options import SEARCHES
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.loops import least_seconds
 from planner.program.plan import PlanRecord
 from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
 from planner.search.devices.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.many.searches import run_searches
-from planner.search.naive import (
-    MOST_COMPARED,
-    SLACK_BYTES,
-    is_compared,
-    is_lean,
-    naive_candidate,
-    naive_plan,
-    needed,
-    needs_little,
-)
+from planner.search.naive import MOST_COMPARED, naive_candidate, no_slower_than_naive, no_worse_than_einsum
 from planner.search.refine import (
     is_fastest_kept,
     keep_inputs,
@@ -41,17 +29,13 @@ from planner.search.refine import (
     quicken_steps,
     with_row_major_results,
 )
-from planner.search.slicing import CLOSE, allocates_little, fastest, loop_candidates
-from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace
+from planner.search.slicing import allocates_little, fastest, loop_candidates
+from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, marked_interrupted
 from planner.search.stored import remembered
 
 # Plans of up to `MOST_COMPARED` operands are searched for again if they take `_MUCH` times what the search predicted.
 # From `_MORE` times on they are compared with the naive tree.
 _MUCH, _MORE = 1.1, 1.05
-# A compiler gets the program of einsum if no plan is predicted to be faster by this: predictions are not that exact.
-_CLEARLY = 1.1
-
-AnyPlan = TypeVar("AnyPlan", PlanRecord, Candidate)
 
 
 def make_plan(
@@ -86,7 +70,7 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         bound = None if given else lower_bound(space, best, candidates)
         plan = _plan_of(contraction, best, bound)
         if given is None and not on_mesh:
-            plan = _no_worse_than_einsum(_no_slower_than_naive(plan), loops)
+            plan = no_worse_than_einsum(no_slower_than_naive(plan), loops, make_plan)
     except KeyboardInterrupt:
         plan = _plan_of(contraction, marked_interrupted(best), bound)
     return add_exchanges(plan) if on_mesh else plan
@@ -103,13 +87,6 @@ def _plan_of(contraction: Contraction, best: Candidate, bound: float | None) -> 
     )
 
 
-def marked_interrupted(plan: AnyPlan) -> AnyPlan:
-    """Return a plan that says that Ctrl-C ended its search."""
-    if plan.origin.startswith("interrupted"):
-        return plan
-    return dataclasses.replace(plan, proven=False, origin=f"interrupted: {plan.origin}")
-
-
 def check_interrupt(plan: PlanRecord) -> PlanRecord:
     """Return a plan.
 
@@ -119,92 +96,6 @@ def check_interrupt(plan: PlanRecord) -> PlanRecord:
     if plan.interrupted:
         raise KeyboardInterrupt
     return plan
-
-
-def _no_slower_than_naive(plan: PlanRecord) -> PlanRecord:
-    """Return the plan, or the naive one if that is faster. On a card, where launches count, a search may end early."""
-    contraction, options = plan.contraction, plan.options
-    if plan.proven or options.minimize != "time" or options.optimize not in SEARCHES or options.limited:
-        return plan
-    if contraction.symbols or plan.device.kind == "cpu" or plan.interrupted:
-        return plan
-    naive = naive_plan(contraction, as_run=True, keeps_copies=False)
-    if naive.cost.seconds >= plan.cost.seconds:
-        return plan
-    return _in_place_of(plan, naive, "faster than the trees that were searched")
-
-
-def _no_worse_than_einsum(plan: PlanRecord, loops: bool) -> PlanRecord:
-    """Return the plan, or the fastest that allocates, or with gradients retains, no more than the naive plan does.
-
-    A loop over slices comes in place of a plan without one only if it is `CLOSE` times as fast.
-    Callers who replace einsum must not run out of memory. Those who set a limit have said what they have. Where einsum
-    is compiled too, the naive plan is taken if it needs no more memory and is predicted to take about as long.
-    """
-    contraction, options = plan.contraction, plan.options
-    if contraction.symbols or plan.interrupted or not is_compared(contraction):
-        return plan
-    compiles = load_backend(contraction.backend).compiles
-    has_choice = len(contraction.operands) > 2 or bool(contraction.resolved.spec.gathers)
-    if needs_little(plan) and not (compiles and has_choice):
-        return plan
-    naive = naive_plan(contraction, as_run=True)
-    least, seconds = plan.cost.seconds, naive.cost.seconds
-    # If both take as long, the plan may be proven.
-    if compiles and has_choice and least < seconds <= _CLEARLY * least and is_lean(naive, plan):
-        return _in_place_of(plan, naive, "within a tenth of the least time found")
-    if is_lean(plan, naive):
-        return plan
-    trains, most = plan.programs.backward is not None, max(needed(naive), SLACK_BYTES)
-    limits = Limits(None, most) if trains else Limits(most, None)
-    # With gradients the naive plan is priced with copies that only torch's autograd keeps.
-    found = [] if trains and not compiles else [naive]
-    limited = dataclasses.replace(options, memory_limit=limits.memory, retain_limit=limits.retain)
-    contraction = dataclasses.replace(contraction, options=limited)
-    # No loop is expected to beat the fastest plan without limits plus the overhead of its slices.
-    enough = CLOSE * (least + least_seconds(contraction))
-    for in_loops in (False, True) if loops and options.optimize == "auto" else (loops,):
-        if in_loops and options.optimize == "auto" and found and _fastest(found).cost.seconds < enough:
-            break
-        with contextlib.suppress(PlannerLimitError):
-            found.append(make_plan(contraction, loops=in_loops))
-            if found[-1].interrupted:
-                return _in_place_of(plan, found[-1], "as lean as einsum")
-    if not found:
-        return plan
-    lean = _in_place_of(plan, _fastest(found), "as lean as einsum")
-    return _in_calls_of_autograd(lean, limits) if trains else lean
-
-
-def _in_calls_of_autograd(plan: PlanRecord, limits: Limits) -> PlanRecord:
-    """Return the plan, or one within the limits that the framework's own autograd runs, or einsum's own calls."""
-    space = SearchSpace(plan.contraction)
-    best = Candidate(plan.programs, plan.tree, space.lowerer("time"), False, plan.origin)
-    try:
-        found = prefer_autograd(space, best, most=limits)
-    except KeyboardInterrupt:
-        return _in_place_of(plan, marked_interrupted(best))
-    return plan if found is best else _in_place_of(plan, found)
-
-
-def _fastest(plans: Sequence[PlanRecord]) -> PlanRecord:
-    """Return the plan that takes the least time; one with a loop only if it is `CLOSE` times as fast as the others."""
-    key = plan_key("time")
-    best = min(plans, key=lambda plan: key(plan.cost))
-    whole = min((plan for plan in plans if plan.loop is None), key=lambda plan: key(plan.cost), default=best)
-    return best if CLOSE * best.cost.seconds <= whole.cost.seconds else whole
-
-
-def _in_place_of(plan: PlanRecord, other: PlanRecord | Candidate, why: str = "") -> PlanRecord:
-    """Return another plan of a contraction, or a candidate, as the plan that was chosen."""
-    bound = plan.cost.bound if other.loop is None else other.cost.bound  # of a loop, one that holds for loops
-    return PlanRecord.of_contraction(
-        plan.contraction,
-        tree=other.tree,
-        programs=dataclasses.replace(other.programs, cost=dataclasses.replace(other.cost, bound=bound)),
-        proven=False,
-        origin=f"{other.origin}, {why}" if why else other.origin,
-    )
 
 
 def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None:

@@ -41,11 +41,11 @@ from planner.program.loops import resize_nodes, resize_ops, resize_steps
 from planner.program.ops import Einsum, Op, PricedImplementation
 from planner.program.plan import PlanRecord, record_bytes
 from planner.program.tree import merge_takes
-from planner.search.choose import check_interrupt, make_plan, marked_interrupted
+from planner.search.choose import check_interrupt, make_plan
 from planner.search.naive import is_as_lean_as_einsum
 from planner.search.refine import call_seconds, prefer_autograd
 from planner.search.slicing import CLOSE, LARGE_BYTES
-from planner.search.space import AUTO, Candidate, SearchSpace
+from planner.search.space import AUTO, Candidate, SearchSpace, marked_interrupted
 
 # Sizes up to this are classes of their own.
 EXACT = 16

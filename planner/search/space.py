@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
@@ -22,7 +22,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import index_bytes
 from planner.program.ops import Op, PricedImplementation
-from planner.program.plan import Loop, find_loop
+from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.devices.collectives import exchange_pricer
@@ -401,3 +401,13 @@ class Candidate:
     def cost(self) -> PlanCost:
         """The cost of both programs."""
         return self.programs.cost
+
+
+AnyPlan = TypeVar("AnyPlan", PlanRecord, Candidate)
+
+
+def marked_interrupted(plan: AnyPlan) -> AnyPlan:
+    """Return a plan that says that Ctrl-C ended its search."""
+    if plan.origin.startswith("interrupted"):
+        return plan
+    return dataclasses.replace(plan, proven=False, origin=f"interrupted: {plan.origin}")
