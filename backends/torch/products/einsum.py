@@ -337,7 +337,8 @@ def summed_pair(
 ) -> Product | None:
     """Return one call of torch's einsum for sums of two operands and their product; None if that is no such step.
 
-    Einsum computes these sums too. There is no call if its result would lie otherwise, or if it would copy operands.
+    Einsum computes these sums too. There is no call if its result would lie otherwise, or if it would copy operands
+    that the plan does not copy in this way.
 
     Args:
         node: the product, which reads the sums.
@@ -354,13 +355,16 @@ def summed_pair(
         leaves.append(leaf if summed else child)
         terms.append(term)
     planned = node.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-    plain = rows.get(spec) == "matmul" and node.op.dtype != "bool" and len(sizes) <= MOST_LETTERS
+    is_lean = rows.get(spec) == EINSUM
+    plain = rows.get(spec) in ("matmul", EINSUM) and node.op.dtype != "bool" and len(sizes) <= MOST_LETTERS
     if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
         return None
     form = _einsum_form(known_product(spec), spec)
-    if strides not in (None, _result_strides(form, spec, swapped=False)) or _einsum_scratch(planned):
+    if strides not in (None, _result_strides(form, spec, swapped=False)) or (_einsum_scratch(planned) and not is_lean):
         return None
-    return einsum_call(form, Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items()))), spec.output, False)
+    output = (*form.batch, *form.left, *form.right) if is_lean else spec.output
+    whole = Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items())))
+    return _permuted_call(form, whole, output, False)
 
 
 def count_matrix_views(form: ProductForm, spec: Spec) -> int:
