@@ -95,7 +95,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xla_sizes):
-    """XLA's program names them. Not all objectives choose the same."""
+    """XLA's program names them, but for products by element that it fuses into other steps."""
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
@@ -105,7 +105,8 @@ def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xl
         gradients, arguments = differentiated(plan, arrays)
         program = jax.jit(gradients).lower(*arguments).compile().as_text()
         names = {lowering for _, lowering in shown(plan)}
-        assert {row for row in planner_rows() if re.search(rf"[/(]{row}[/)]", program)} == names
+        named = {row for row in planner_rows() if re.search(rf"[/(]{row}[/)]", program)}
+        assert names - {"multiply"} <= named <= names
         found[minimize] = [step.choice.lowering for step in plan.steps]
     assert len(set(map(tuple, found.values()))) > 1
 

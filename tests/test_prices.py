@@ -39,6 +39,9 @@ STEPS = {
     "copied matrices": ("aibj, jbk -> kai", [(40, 9, 12, 30), (30, 12, 20)], {}),
     "elements": ("ijk, ki -> jik", [(90, 80, 5), (5, 90)], {}),
     "sums": ("ijk -> j", [(60, 7, 900)], {}),
+    "sums of short runs": ("ijk -> j", [(60, 700, 9)], {}),
+    "sums in another order": ("ijk -> kj", [(60, 7, 900)], {}),
+    "few segments": ("ne -> q[n]e", [(9000, 64)], {"q": (9000,)}),
 }
 
 

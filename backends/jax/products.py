@@ -19,6 +19,11 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
+# The innermost axis of an outer product is short if it has fewer elements than this.
+_SHORT_OUTER = 16
+# Runs of so many neighbours or more take no longer to add up than other elements.
+_LONG_RUN = 64
+
 
 @cached_by_step
 def as_dot(spec: Spec, lean: bool = False) -> Product:
@@ -209,6 +214,25 @@ def count_taken_apart(spec: Spec) -> int:
             before = term[: indexed_dims(term)[-1] + 1]
             apart += math.prod(spec.shape(term_axes(before))) - math.prod(spec.shape(term_axes(gathers)))
     return apart
+
+
+def count_short_outer(spec: Spec) -> int:
+    """Return how many elements an outer product of two operands has, if its innermost axis is short; else 0."""
+    form = product_form(spec) if len(spec.inputs) == 2 and not spec.gathers else None
+    if form is None or form.contracted or 1 in form.sizes[1:3] or spec.size(spec.output[-1]) >= _SHORT_OUTER:
+        return 0
+    return math.prod(spec.output_shape)
+
+
+def short_runs(spec: Spec) -> float:
+    """Return how many short runs of neighbours a sum of one operand adds up, each by the part that it lacks."""
+    term, summed = spec.inputs[0], 1
+    if len(spec.inputs) > 1 or spec.gathers or len({*term}) < len(term):
+        return 0.0
+    for axis in itertools.takewhile(lambda axis: axis not in spec.output, reversed(term)):
+        summed *= spec.size(axis)
+    elements = math.prod(spec.shape(term))
+    return elements / summed * (1 - summed / _LONG_RUN) if 1 < summed < _LONG_RUN else 0.0
 
 
 def product_within(spec: Spec) -> Spec:
