@@ -53,6 +53,8 @@ class Backend(Protocol):
             copies, if known.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
         call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
+        read_seconds: returns how much longer a step takes that reads the result of another, for the order of its axes,
+            from both ops and the device.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Backend(Protocol):
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], KeptCopies] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
     call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
+    read_seconds: Callable[[Op, Op, Device], float] | None = None  # None if no order takes longer
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
+from planner.language.spec import Gather
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.forms import product_form
@@ -76,10 +77,12 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     Ctrl-C and a deadline end that.
     """
     key, count = plan_key(space.options.minimize), sum(1 for _ in nodes_of(best.tree))
-    if space.options.minimize not in ("time", "bytes") or not load_backend(space.backend).strided:
+    if space.options.minimize not in ("time", "bytes") or best.interrupted or best.loop is not None:
         return best
-    if best.interrupted or best.loop is not None or count > MOST_NODES:
+    if count > MOST_NODES:
         return best
+    if not load_backend(space.backend).strided:
+        return _in_cheaper_orders(best, space)
     try:
         for _ in range(2):  # a value may gain once others have their orders
             before = best
@@ -97,6 +100,37 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
                 break
     except KeyboardInterrupt:
         return dataclasses.replace(best, interrupted=True)
+    return best
+
+
+def _in_cheaper_orders(best: Candidate, space: SearchSpace) -> Candidate:
+    """Return the candidate with the axes of outer products and sums in the orders that take the least time.
+
+    Arrays of these backends lie row-major. So another order of axes is another array for all steps that read it. What
+    `Backend.read_seconds` returns is in no step's price, because results of plans are read by no step.
+    """
+    if space.options.minimize != "time":
+        return best
+    lower, read = best.lower, load_backend(space.backend).read_seconds
+
+    def seconds(tree: Tree, number: int) -> tuple[float, float]:
+        """Return the time of a step, and what its reader takes longer for the order of the result."""
+        nodes = list(nodes_of(tree))
+        op, reader = nodes[number].op, next(node.op for node in nodes if nodes[number] in node.children)
+        return 1e-12 * lower(op).cost.picoseconds, read(op, reader, space.device) if read is not None else 0.0
+
+    count = sum(1 for _ in nodes_of(best.tree))
+    for number, turned in itertools.product(range(1, count), (False, True)):
+        tree = with_result_in_order(best.tree, number, turned)
+        op = next(itertools.islice(nodes_of(tree), number, None)).op
+        if tree == best.tree or ((form := product_form(op.spec)) is not None and form.contracted):
+            continue
+        (old, reading), (new, reading_then) = seconds(best.tree, number), seconds(tree, number)
+        if new + reading_then < old + reading:
+            programs = space.programs(tree, lower)
+            is_faster = programs.cost.seconds + reading_then < best.cost.seconds + reading
+            if is_faster and within(programs.cost, space.options):
+                best = dataclasses.replace(best, tree=tree, programs=programs)
     return best
 
 
@@ -119,21 +153,24 @@ def _saves_in_a_step(best: Candidate, tree: Tree) -> bool:
 
 
 def with_result_in_order(tree: Tree, number: int, turned: bool) -> Tree:
-    """Return a tree in which the result of a step, if it is a product, has the order of its factors.
+    """Return a tree in which the result of a step has the order of what it reads, if it is a product or a sum.
 
     Args:
         tree: the tree.
         number: the number of the step, as `nodes_of` counts.
-        turned: whether the axes of the second factor alone come before those of the first.
+        turned: whether the axes of a product's second factor alone come before those of the first.
+
+    Returns:
+        The tree; the one that was given if the result has that order.
     """
     product = next(itertools.islice(nodes_of(tree), number, None))
-    op = product.op
-    form = product_form(op.spec) if isinstance(op, Einsum) else None
-    if form is None:
-        return tree
-    groups = (form.batch, form.right, form.left) if turned else (form.batch, form.left, form.right)
-    old, new = op.spec.output, tuple(itertools.chain(*groups))
-    if new == old:
+    op, new = product.op, tuple[str | Gather, ...]()
+    if isinstance(op, Einsum) and (form := product_form(op.spec)) is not None:
+        new = (*form.batch, *form.right, *form.left) if turned else (*form.batch, *form.left, *form.right)
+    elif isinstance(op, Einsum) and len(op.spec.inputs) == 1 and not (turned or op.spec.gathers):
+        new = tuple(axis for axis in dict.fromkeys(op.spec.inputs[0]) if axis in op.spec.output)
+    old = op.spec.output
+    if new == old or {*new} != {*old}:
         return tree
     dims = [old.index(axis) for axis in new]
 
