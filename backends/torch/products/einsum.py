@@ -186,12 +186,19 @@ def _einsum_scratch(op: Op) -> int:
 def lean_call(op: Op) -> tuple[Product, tuple[int, ...]]:
     """Return torch's own einsum of a product, and the strides of its result.
 
-    Einsum is asked for a result with the axes of the first operand before those of the second: for another order it
-    may multiply them the other way round.
+    Einsum is asked for a result with the axes of the first factor before those of the second: for another order it may
+    multiply them the other way round. The factors change places where the output begins with axes of the second.
     """
-    spec, form = op.spec, _einsum_form(known_product(op.spec), op.spec)
-    output = (*form.batch, *form.left, *form.right)
-    return _permuted_call(form, spec, output, False), _result_strides(form, spec, swapped=False)
+    form, swapped, output = _form_of_call(op.spec)
+    return _permuted_call(form, op.spec, output, swapped), _result_strides(form, op.spec, swapped)
+
+
+def _form_of_call(spec: Spec) -> tuple[ProductForm, bool, Term]:
+    """Return the form of a product in `lean_call`, whether the second operand is the first factor, and the output."""
+    form = _einsum_form(known_product(spec), spec)
+    swapped = is_swapped(form, spec)
+    free = (*form.right, *form.left) if swapped else (*form.left, *form.right)
+    return form, swapped, (*form.batch, *free)
 
 
 def has_vectors(form: ProductForm, more_than: int = 0) -> bool:
@@ -359,12 +366,14 @@ def summed_pair(
     plain = rows.get(spec) in ("matmul", EINSUM) and node.op.dtype != "bool" and len(sizes) <= MOST_LETTERS
     if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
         return None
-    form = _einsum_form(known_product(spec), spec)
-    if strides not in (None, _result_strides(form, spec, swapped=False)) or (_einsum_scratch(planned) and not is_lean):
+    form, swapped, output = (
+        _form_of_call(spec) if is_lean else (_einsum_form(known_product(spec), spec), False, spec.output)
+    )
+    strides_of_call = _result_strides(form, spec, swapped)
+    if strides not in (None, strides_of_call) or (_einsum_scratch(planned) and not is_lean):
         return None
-    output = (*form.batch, *form.left, *form.right) if is_lean else spec.output
     whole = Spec((terms[0], terms[1]), spec.output, tuple(sorted(sizes.items())))
-    return _permuted_call(form, whole, output, False)
+    return _permuted_call(form, whole, output, swapped)
 
 
 def count_matrix_views(form: ProductForm, spec: Spec) -> int:
