@@ -332,8 +332,16 @@ def test_products_whose_groups_change_order_are_one_call_and_a_view(spec, shapes
     assert found.permute([out.index(axis) for axis in order]).is_contiguous()
 
 
-@pytest.mark.parametrize(("spec", "shapes"), [("bi,ai->ab", [(64, 9), (96, 9)]), ("ai,ib->ab", [(96, 9), (9, 64)])])
-def test_gradients_of_short_sums_are_those_of_einsum(spec, shapes):
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("bi,ai->ab", [(64, 9), (96, 9)]),
+        ("ai,ib->ab", [(96, 9), (9, 64)]),
+        ("ia,ib->ab", [(64, 16384), (64, 32)]),  # autograd of `mm` would compute a gradient that lies as columns
+        ("ib,ia->ab", [(64, 32), (64, 16384)]),
+    ],
+)
+def test_slow_gradients_are_those_of_einsum(spec, shapes):
     """Of the two gradients of `mm` both may have few columns, of `bmm` one."""
     operands = [integers(*shape, grad=True) for shape in shapes]
     found, expected = planner.contract(spec, *operands), torch.einsum(spec, *operands)

@@ -346,12 +346,12 @@ class _Compiler:
                 return ended[0], result._replace(strides=ended[1], copied=True)
             if self.tries:
                 return _no_run, result
-            ends = root and self.on_cpu
-            if ends and (last := transposed.last_product(op, standins, self.operands, recorded)) is not None:
+            last = transposed.last_product(op, standins, self.operands, recorded) if root and self.on_cpu else None
+            if last is not None:
                 return last, result
-            calls = einsum.one_call(op, standins, recorded) if recorded and einsum.has_slow_gradients(form) else None
             cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
-            calls = calls or matrix_product(form, spec) or (None if cut else einsum.one_call(op, standins, recorded))
+            plain, slow = matrix_product(form, spec), recorded and einsum.has_slow_gradients(op, standins)
+            calls = (None if slow else plain) or (None if cut else einsum.one_call(op, standins, recorded)) or plain
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result

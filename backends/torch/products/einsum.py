@@ -36,6 +36,8 @@ EINSUM = "einsum"
 # Each matrix of a batch that torch copies one at a time takes so long besides: 3 to 7 us, with matrices of 8 x 8 to
 # 50 x 40 (one core of an AMD EPYC 7003, torch 2.13, 2026-11-30). Smaller products than `SMALL_MATRIX` copy nothing.
 _MATRIX_SECONDS = 5e-6
+# A matrix of so many rows, and of so many for each term, is long.
+_LONG_ROWS, _LONG_BY_TERMS = 2**13, 32
 # A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 
@@ -240,14 +242,22 @@ def with_doubt(parts: list[Work], device: Device, part: float) -> list[Work]:
     return [*parts, Work(seconds=part * sum(map(device.work_seconds, parts)))]
 
 
-def has_slow_gradients(form: ProductForm) -> bool:
-    """Return whether some gradients of a product have few columns, which take longer than few rows.
+def has_slow_gradients(op: Op, standins: Sequence[Strided]) -> bool:
+    """Return whether autograd takes longer for some gradient of `mm`, or of a batch, than for einsum's.
 
-    Those of short sums of two matrices do: 44 us for 56 to 275, by their strides, with 576 x 256 by 256 x 9 (one core
-    of an AMD EPYC, torch 2.13, 2026-11-27). So do those of batched vectors.
+    Gradients with few columns take longer than those with few rows: those of short sums of two matrices (44 us for 56
+    to 275, by their strides, with 576 x 256 by 256 x 9, one core of an AMD EPYC, torch 2.13, 2026-11-27), and those of
+    batched vectors. Of a long first matrix that lies as columns autograd of `mm` computes a gradient that lies so too:
+    51 ms for 37, with 32,768 x 64 by 64 x 512 (one core of an AMD EPYC 7003, torch 2.13, 2026-12-01).
     """
+    form = known_product(op.spec)
     batch, m, n, k = form.sizes
-    return has_vectors(form) or (batch == 1 and k <= 16 and 2 * k <= min(m, n) and m * n * k > 2**15)
+    if has_vectors(form) or (batch == 1 and k <= 16 and 2 * k <= min(m, n) and m * n * k > 2**15):
+        return True
+    first = int(is_swapped(form, op.spec))
+    rows, lies = (form.left, form.right)[first], standins[first]
+    is_long = batch == 1 and form.sizes[1 + first] >= max(_LONG_ROWS, _LONG_BY_TERMS * k)
+    return is_long and neighbours(op.spec.inputs[first], layout_of(lies.shape, lies.strides), op.spec) in rows
 
 
 def einsum_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:
@@ -285,7 +295,7 @@ def one_call(op: Op, standins: Sequence[Strided], recorded: bool) -> Callable[..
     few_calls = count_matrix_views(form, spec) < 3
     # Few multiplications take less time than copies for unit strides.
     most = _MOST_SCATTERED_VECTORS if 1 in form.sizes[1:3] else _MOST_SCATTERED
-    alike = has_slow_gradients(form) if recorded else joint_elements(spec) <= most
+    alike = has_slow_gradients(op, standins) if recorded else joint_elements(spec) <= most
     own = recorded_form(op.with_layouts(layout_of(x.shape, x.strides) for x in standins)) if recorded else form
     is_long = len(spec.axes) > MOST_LETTERS
     if own != form:
