@@ -165,7 +165,8 @@ def no_worse_than_einsum(plan: PlanRecord, loops: bool, search: Callable[..., Pl
     if is_lean(plan, einsum):
         return plan
     lean = _as_lean(plan, einsum, [], loops, search)
-    return lean if lean.cost.seconds * needed(lean) < plan.cost.seconds * needed(plan) else plan
+    best = lean if lean.cost.seconds * needed(lean) < plan.cost.seconds * needed(plan) else plan
+    return marked_interrupted(best) if lean.interrupted else best
 
 
 def _as_lean(
