@@ -204,15 +204,22 @@ FEW_TERMS = [
     ("zuv, zui -> zvi", (128, 8, 8), (128, 8, 3)),
     ("bij, bnj -> bni", (16, 3, 3), (16, 256, 3)),
     ("ij, njk -> nik", (8, 2), (512, 2, 16)),
+    ("ij, uj -> ui", (3, 3), (4096, 3)),  # points by one small matrix
+    ("hwc, cd -> hwd", (64, 64, 8), (8, 7)),
+    ("bnj, bij -> bni", (2, 2048, 3), (2, 4, 3)),
 ]
 
 
 @pytest.mark.parametrize(
     ("spec", "a", "b"),
-    [("brn, brd -> bnd", (32, 2, 128), (32, 2, 32)), ("vik, ui -> uvk", (64, 3, 7), (256, 3))],
+    [
+        ("brn, brd -> bnd", (32, 2, 128), (32, 2, 32)),
+        ("vik, ui -> uvk", (64, 3, 7), (256, 3)),
+        ("bhij, bhjwd -> bhiwd", (16, 4, 4, 4), (16, 4, 4, 16, 16)),  # few rows, and many columns
+    ],
 )
 def test_large_products_of_few_terms_are_those_of_jax(spec, a, b):
-    """Many of two terms, and a single one."""
+    """Many of two terms, a single one, and many of few rows."""
     (step,) = planner.plan(spec, numbers(*a), numbers(*b), device="cpu").steps
     assert step.choice.lowering == "matmul"
 

@@ -13,12 +13,27 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from planner.backends.common.stock import Product
-from planner.backends.jax.compiled.arrangement import arranged, count_copies_of, wide_axes
+from planner.backends.jax.compiled.arrangement import (
+    arranged,
+    count_copies_of,
+    count_reordered,
+    wide_axes,
+)
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
-from planner.program.forms import inner_product, product_form
+from planner.program.forms import ProductForm, inner_product, known_product, product_form
 
+# From so many matrices on, XLA's calls of a function for each take longer than such a loop.
+MANY_MATRICES = 16
+# Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
+# have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
+# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With `_LEAST_SIDE` rows and columns or more it took 1.0 to 2.8 times
+# as long for sums of two terms, of 16 to 64 matrices in any order, and for a single matrix (Intel Xeon, 2026-11-28).
+_LARGE_MATRIX, _SMALL_COPY, _LEAST_SIDE = 64, 1 / 8, 32
+# A product whose result has fewer columns than this is narrow. A loop by element takes 0.1 to 0.9 of the time of XLA's
+# product then: 26 us for 297 with 16,384 x 3 by 3 x 3 (one core of an AMD EPYC 7003, JAX 0.10.2, 2026-12-01).
+_NARROW = 8
 # The innermost axis of an outer product is short if it has fewer elements than this.
 _SHORT_OUTER = 16
 # Runs of so many neighbours or more take no longer to add up than other elements.
@@ -214,6 +229,29 @@ def count_taken_apart(spec: Spec) -> int:
             before = term[: indexed_dims(term)[-1] + 1]
             apart += math.prod(spec.shape(term_axes(before))) - math.prod(spec.shape(term_axes(gathers)))
     return apart
+
+
+def multiplies_fast(spec: Spec, form: ProductForm) -> bool:
+    """Return whether XLA multiplies matrices with few terms as fast as a loop by element does."""
+    batch, rows, columns, terms = form.sizes
+    least, even = min(rows, columns), terms % 4 == 0
+    wide = least > 1 and max(rows, columns) >= _LARGE_MATRIX
+    broad = wide and least >= _LEAST_SIDE
+    if broad and terms == 2:
+        return True
+    few = _SMALL_COPY * rows * columns if batch == 1 and (even or broad) else 0
+    return (batch < MANY_MATRICES or (wide and even)) and count_reordered(spec).elements <= few
+
+
+def is_narrow(spec: Spec) -> bool:
+    """Return whether XLA multiplies matrices slowly because the result has many rows of few columns.
+
+    It multiplies vectors, matrices with one row or column, in a loop.
+    """
+    form, out = known_product(spec), wide_axes(spec.output, spec)
+    _, *sides, _ = form.sizes
+    rows, columns = sides if out and out[-1] in form.right else sides[::-1]
+    return 1 < columns < _NARROW and rows >= _LARGE_MATRIX
 
 
 def count_short_outer(spec: Spec) -> int:

@@ -36,13 +36,16 @@ from planner.backends.jax.compiled.arrangement import (
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.products import (
+    MANY_MATRICES,
     as_dot,
     count_copied,
     count_short_outer,
     count_taken_apart,
     fused_takes,
     inner_strides,
+    is_narrow,
     join_axes,
+    multiplies_fast,
     multiply_and_add,
     multiply_flat,
     multiply_permuted,
@@ -93,6 +96,9 @@ _SHORT_OUTER_SECONDS = 5e-10
 # A sum over an innermost axis takes so long for each short run along it, see `short_runs`: 4.9 ns for runs of 4, 4.1
 # for 16 and 0.9 for 64 (same machine and day).
 _RUN_SECONDS = 5e-9
+# XLA takes 2 to 8 ns for each element of a narrow product, see `is_narrow`. So much is counted, because products by
+# element that plans would take in its place are priced too low as well.
+_NARROW_SECONDS = 5e-10
 # Multiplications of a product with few terms for which a loop by element is worth such a step.
 _WORTH_ADDING = 2**13
 # The part of a large product's rate that such a loop runs at: 0.03 to 0.15 ns were measured for each multiplication
@@ -102,13 +108,6 @@ _WORTH_ADDING = 2**13
 _ADDING_RATE, _STRIDED_RATE, _LONG_STRIDE, _FAR_RATES = 0.25, 0.125, 16, (0.055, 0.026)
 # The most terms of such a sum.
 _MOST_ADDED = 8
-# From so many matrices on, XLA's calls of a function for each take longer than such a loop.
-_MANY_MATRICES = 16
-# Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
-# have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
-# times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With `_LEAST_SIDE` rows and columns or more it took 1.0 to 2.8 times
-# as long for sums of two terms, of 16 to 64 matrices in any order, and for a single matrix (Intel Xeon, 2026-11-28).
-_LARGE_MATRIX, _SMALL_COPY, _LEAST_SIDE = 64, 1 / 8, 32
 # FLOP/s of a product with a vector, as a part of the rate of a large product (on the same machine).
 _VECTOR_RATE = 0.33
 
@@ -153,6 +152,7 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     more = copies.elements * size - sum(part.copied for part in parts)
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _reordered_seconds(op, device)
     seconds += copies.divided * _REORDERED_IN_CACHE + _GATHERED_SECONDS * count_gathered(op.spec, lean)
+    seconds += _NARROW_SECONDS * math.prod(op.spec.output_shape) if is_narrow(op.spec) else 0.0
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 
@@ -241,18 +241,6 @@ def _permuted_matmul() -> Implementation:
     )
 
 
-def _multiplies_fast(spec: Spec, form: ProductForm) -> bool:
-    """Return whether XLA multiplies matrices with few terms as fast as a loop by element does."""
-    batch, rows, columns, terms = form.sizes
-    least, even = min(rows, columns), terms % 4 == 0
-    wide = least > 1 and max(rows, columns) >= _LARGE_MATRIX
-    broad = wide and least >= _LEAST_SIDE
-    if broad and terms == 2:
-        return True
-    few = _SMALL_COPY * rows * columns if batch == 1 and (even or broad) else 0
-    return (batch < _MANY_MATRICES or (wide and even)) and count_reordered(spec).elements <= few
-
-
 def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
     """Return the row that multiplies and adds in one loop, for sums of few terms.
 
@@ -268,15 +256,16 @@ def _multiply_and_add(multiply: Callable[[Spec], Product]) -> Implementation:
         if not is_inexact(op.dtype):
             return "sums of integers may be long"
         form = known_product(op.spec)
-        batch, rows, columns, terms = form.sizes
+        batch, _, _, terms = form.sizes
         if not 1 < terms <= _MOST_ADDED:
             return f"sums have one term, or more than {_MOST_ADDED}"
         if joint_elements(op.spec) < _WORTH_ADDING:
             return "a small product is JAX's own"
-        strided = max(inner_strides(op.spec)) > 1
-        if (batch < _MANY_MATRICES and strided) or _multiplies_fast(op.spec, form):
+        strided, narrow = max(inner_strides(op.spec)) > 1, is_narrow(op.spec)
+        if not narrow and ((batch < MANY_MATRICES and strided) or multiplies_fast(op.spec, form)):
             return "XLA multiplies few matrices, and large ones, fast"
-        return "elements that are added up lie between those of the result" if strided and terms > 4 else None
+        apart = strided and terms > 4 and not narrow
+        return "elements that are added up lie between those of the result" if apart else None
 
     def work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         strides, (_, rows, columns, terms) = inner_strides(op.spec), form.sizes
