@@ -14,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.torch import eager, ops  # noqa: E402
-from planner.backends.torch.products import batches  # noqa: E402
+from planner.backends.torch.products import batches, einsum  # noqa: E402
 from planner.backends.torch.products.copied import COPY_FIRST, ONE_COPY, copying_ops  # noqa: E402
 from planner.backends.torch.products.einsum import EINSUM  # noqa: E402
 from planner.backends.torch.products.elementwise import SUM_SLICES  # noqa: E402
@@ -136,10 +136,25 @@ def test_a_plan_may_need_as_little_as_einsum(spec, shapes):
         plan(*operands)
         found, measured = torch_memory(partial(plan, *operands))
         assert torch.equal(found, expected)
-        assert measured.peak_bytes <= plan.cost.peak_bytes <= 1.05 * memory.peak_bytes
+        most = SLACK_BYTES if "optimize" in options else 0
+        assert measured.peak_bytes <= plan.cost.peak_bytes <= max(1.05 * memory.peak_bytes, most)
 
 
-def test_plans_that_need_more_than_einsum_save_as_much_of_the_time():
+def test_sums_and_the_product_for_the_least_peak_are_one_call(monkeypatch):
+    """Torch's einsum sums first as well."""
+    spec, operands = "cdeb, bc -> db", (integers(100, 7, 3, 7), integers(7, 100))
+    plan = planner.plan(spec, *operands, minimize="peak")
+    assert [step.choice.lowering for step in plan.steps] == ["sum", EINSUM]
+    calls, summed_pair = [], einsum.summed_pair
+    monkeypatch.setattr(einsum, "summed_pair", lambda *given: calls.append(summed_pair(*given)) or calls[-1])
+    plan(*operands)
+    found, memory = torch_memory(partial(plan, *operands))
+    assert calls[-1] is not None
+    assert torch.equal(found, torch.einsum(spec, *operands))
+    assert memory.peak_bytes <= plan.cost.peak_bytes
+
+
+def test_plans_that_need_more_than_einsum_take_less_time_by_memory():
     """By default, of two and three operands without gradients. Of the first einsum copies many small matrices."""
     draw, above, lean = Random(5), 0, 0
     problems = [("vlbn,lbnd->vbnd", [(4, 4, 8, 64), (4, 8, 64, 32)])]

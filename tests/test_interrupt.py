@@ -13,7 +13,7 @@ from laws import needing_gradients
 import planner
 from planner import Operand, members
 from planner.bench.planning import gathers
-from planner.search import naive
+from planner.search import lean
 from planner.search.exact.dynamic import Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.family import FAMILIES
@@ -172,14 +172,14 @@ def test_contract_plans_a_call_anew_whose_search_ctrl_c_ended(monkeypatch, case)
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_ctrl_c_after_a_lean_plan_is_found_gives_that_plan(monkeypatch):
-    plain = naive.prefer_autograd
+    plain = lean.prefer_autograd
 
     def prefer(space, best, most=None):
         if most is not None:
             raise KeyboardInterrupt
         return plain(space, best)
 
-    monkeypatch.setattr(naive, "prefer_autograd", prefer)
+    monkeypatch.setattr(lean, "prefer_autograd", prefer)
     plan = planner.plan(
         "pijk, i, j -> k", *needing_gradients((4, 64, 9, 32), (64,), (9,)), backend="torch", device="cpu"
     )

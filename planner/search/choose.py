@@ -18,8 +18,9 @@ from planner.program.plan import PlanRecord
 from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
 from planner.search.devices.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
+from planner.search.lean import no_slower_than_naive, no_worse_than_einsum
 from planner.search.many.searches import run_searches
-from planner.search.naive import MOST_COMPARED, naive_candidate, no_slower_than_naive, no_worse_than_einsum
+from planner.search.naive import MOST_COMPARED, naive_candidate
 from planner.search.refine import (
     is_fastest_kept,
     keep_inputs,
