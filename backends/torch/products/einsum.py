@@ -36,8 +36,9 @@ EINSUM = "einsum"
 # Each matrix of a batch that torch copies one at a time takes so long besides: 3 to 7 us, with matrices of 8 x 8 to
 # 50 x 40 (one core of an AMD EPYC 7003, torch 2.13, 2026-11-30). Smaller products than `SMALL_MATRIX` copy nothing.
 _MATRIX_SECONDS = 5e-6
-# A matrix of so many rows, and of so many for each term, is long.
-_LONG_ROWS, _LONG_BY_TERMS = 2**13, 32
+# Matrices of at least so many rows, at most so many terms and at least so many columns: of shorter ones, and of fewer
+# columns, autograd of `mm` was faster too (8,192 to 16,384 rows, 64 to 256 terms, 16 to 128 columns).
+_LONG_ROWS, _MOST_TERMS, _LEAST_COLUMNS = 2**13, 64, 256
 # A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 
@@ -255,9 +256,11 @@ def has_slow_gradients(op: Op, standins: Sequence[Strided]) -> bool:
     if has_vectors(form) or (batch == 1 and k <= 16 and 2 * k <= min(m, n) and m * n * k > 2**15):
         return True
     first = int(is_swapped(form, op.spec))
-    rows, lies = (form.left, form.right)[first], standins[first]
-    is_long = batch == 1 and form.sizes[1 + first] >= max(_LONG_ROWS, _LONG_BY_TERMS * k)
-    return is_long and neighbours(op.spec.inputs[first], layout_of(lies.shape, lies.strides), op.spec) in rows
+    rows, lies, long, columns = (form.left, form.right)[first], standins[first], *((m, n), (n, m))[first]
+    is_long = long >= _LONG_ROWS and k <= _MOST_TERMS and columns >= _LEAST_COLUMNS
+    if batch > 1 or not (is_long and lies.requires_grad):
+        return False
+    return neighbours(op.spec.inputs[first], layout_of(lies.shape, lies.strides), op.spec) in rows
 
 
 def einsum_call(form: ProductForm, spec: Spec, output: Term, swapped: bool) -> Product:
