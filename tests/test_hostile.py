@@ -377,7 +377,7 @@ def test_backends_are_held_to_the_protocol(name):
         "kept_copies",
         "autograd_rows",
         "call_seconds",
-        "read_seconds",
+        "order_seconds",
         "einsum_copies",
         "einsum_cost",
         "is_in_range",

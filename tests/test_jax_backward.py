@@ -95,7 +95,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xla_sizes):
-    """XLA's program names them, but for products by element that it fuses into other steps."""
+    """XLA's program names them, but for a product by element that it fuses into the sum of its rows."""
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
@@ -106,7 +106,8 @@ def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xl
         program = jax.jit(gradients).lower(*arguments).compile().as_text()
         names = {lowering for _, lowering in shown(plan)}
         named = {row for row in planner_rows() if re.search(rf"[/(]{row}[/)]", program)}
-        assert names - {"multiply"} <= named <= names
+        fused = {"multiply"} if (name, minimize) == ("pooled", "flops") else set()
+        assert named == names - fused
         found[minimize] = [step.choice.lowering for step in plan.steps]
     assert len(set(map(tuple, found.values()))) > 1
 

@@ -177,6 +177,7 @@ def test_values_have_the_orders_in_which_xla_reads_them_fast():
     assert "ni, nj -> nji" in [str(step.op.spec) for step in tucker.steps]
     summed = planner.plan("pijk, i, j -> k", (4, 72, 36, 25), (72,), (36,), backend="jax", device="cpu")
     assert str(summed.steps[0].op.spec) == "pijk -> ijk"
+    assert summed.naive_cost == summed.cost
     # Products by element read outer products as fast in any order.
     outer = planner.plan("uv, ijk, vj, uw -> uiwvk", (64, 8), (4, 3, 5), (8, 3), (64, 8), backend="jax", device="cpu")
     assert not any(str(step.op.spec).endswith("viku") for step in outer.steps)

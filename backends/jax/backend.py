@@ -25,7 +25,7 @@ from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import IndexReader, JaxIndex, is_in_range, jax_in_range
 from planner.backends.jax.loop import Run, as_one, compile_whole
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.rows import FASTER, read_seconds
+from planner.backends.jax.rows import FASTER, order_seconds
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.rules.sparse import add_rules
 from planner.backends.jax.step import compile_step
@@ -65,7 +65,7 @@ class JaxBackend(Backend):
     name = "jax"
     compiles = True
     compiled_peak = staticmethod(compiled_peak)
-    read_seconds = staticmethod(read_seconds)
+    order_seconds = staticmethod(order_seconds)
 
     def __init__(self) -> None:
         self.table, self.ops = TABLE, OPS

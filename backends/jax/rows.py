@@ -156,10 +156,13 @@ def _stock_work(op: Op, device: Device, lean: bool = False) -> list[Work]:
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 
-def read_seconds(op: Op, reader: Op, device: Device) -> float:
-    """Return how much longer a step on a CPU takes that reads the result of another, for the order of its axes."""
-    is_outer = device.kind == "cpu" and isinstance(op, Einsum) and stock_kind(reader) == "matmul"
-    return _SHORT_OUTER_SECONDS * count_short_outer(op.spec) if is_outer else 0.0
+def order_seconds(op: Op, reader: Op, device: Device) -> float:
+    """Return how much longer a product on a CPU takes that reads a step's result, for the order of its axes.
+
+    It computes an outer product again.
+    """
+    form = product_form(reader.spec) if device.kind == "cpu" and isinstance(op, Einsum) else None
+    return _SHORT_OUTER_SECONDS * count_short_outer(op.spec) if form is not None and form.contracted else 0.0
 
 
 def _product_rate(spec: Spec, dtype: str, device: Device, lean: bool = False) -> float:

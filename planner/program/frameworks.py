@@ -53,8 +53,8 @@ class Backend(Protocol):
             copies, if known.
         autograd_rows: for each row that autograd may run, the rows of the gradients that it computes.
         call_seconds: returns what a call takes beside its steps, 0 if autograd runs these; None for long plans.
-        read_seconds: returns how much longer a step takes that reads the result of another, for the order of its axes,
-            from both ops and the device.
+        order_seconds: returns how much longer two steps take because of the order of axes of a result between them,
+            beyond their prices. It takes the step, the step that reads its result, and the device.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Backend(Protocol):
     kept_copies: Callable[[Contraction, Tree, Sequence[Step], Sequence[Step], bool | None], KeptCopies] | None = None
     autograd_rows: Mapping[str, Sequence[str]] | None = None
     call_seconds: Callable[[Contraction, Tree, Programs], float | None] | None = None
-    read_seconds: Callable[[Op, Op, Device], float] | None = None  # None if no order takes longer
+    order_seconds: Callable[[Op, Op, Device], float] | None = None  # None if no order takes longer
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

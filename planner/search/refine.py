@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.cost.limits import Limits, keeps_within, within
 from planner.cost.objective import plan_key, step_key
-from planner.language.spec import Gather
+from planner.language.options import Options
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.forms import product_form
@@ -74,7 +74,7 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     The search gives the axes of all values one order. A product copies no result that has its factors' order: the axes
     of both, then those of one, then those of the other. But the step that reads the result may copy it. If one of the
     two copies, both such orders are tried, and taken if the plan is predicted to cost less and needs no more memory.
-    Ctrl-C and a deadline end that.
+    Ctrl-C and a deadline end that. For backends without strides see `in_cheaper_orders`.
     """
     key, count = plan_key(space.options.minimize), sum(1 for _ in nodes_of(best.tree))
     if space.options.minimize not in ("time", "bytes") or best.interrupted or best.loop is not None:
@@ -82,7 +82,7 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     if count > MOST_NODES:
         return best
     if not load_backend(space.backend).strided:
-        return _in_cheaper_orders(best, space)
+        return in_cheaper_orders(best, space, space.options) if space.options.minimize == "time" else best
     try:
         for _ in range(2):  # a value may gain once others have their orders
             before = best
@@ -103,35 +103,48 @@ def order_values(space: SearchSpace, best: Candidate) -> Candidate:
     return best
 
 
-def _in_cheaper_orders(best: Candidate, space: SearchSpace) -> Candidate:
-    """Return the candidate with the axes of outer products and sums in the orders that take the least time.
+def in_cheaper_orders(best: Candidate, space: SearchSpace, options: Options | None = None) -> Candidate:
+    """Return the candidate with the axes of products without a sum in the orders that take the least time.
 
-    Arrays of these backends lie row-major. So another order of axes is another array for all steps that read it. What
-    `Backend.read_seconds` returns is in no step's price, because results of plans are read by no step.
+    Arrays of these backends lie row-major. So another order of axes is another array for the step that reads it. What
+    `Backend.order_seconds` returns decides on orders only: it is part of no plan's predicted time. That time does not
+    fall, so no plan takes less than a search has proven. Plans may need more memory than before, but retain no more.
+    Ctrl-C and a deadline end the search for orders.
+
+    Args:
+        best: the candidate.
+        space: its search space.
+        options: whose limits the plan must keep; None if it may need any memory.
     """
-    if space.options.minimize != "time":
-        return best
-    lower, read = best.lower, load_backend(space.backend).read_seconds
-
-    def seconds(tree: Tree, number: int) -> tuple[float, float]:
-        """Return the time of a step, and what its reader takes longer for the order of the result."""
-        nodes = list(nodes_of(tree))
-        op, reader = nodes[number].op, next(node.op for node in nodes if nodes[number] in node.children)
-        return 1e-12 * lower(op).cost.picoseconds, read(op, reader, space.device) if read is not None else 0.0
-
-    count = sum(1 for _ in nodes_of(best.tree))
-    for number, turned in itertools.product(range(1, count), (False, True)):
-        tree = with_result_in_order(best.tree, number, turned)
-        op = next(itertools.islice(nodes_of(tree), number, None)).op
-        if tree == best.tree or ((form := product_form(op.spec)) is not None and form.contracted):
-            continue
-        (old, reading), (new, reading_then) = seconds(best.tree, number), seconds(tree, number)
-        if new + reading_then < old + reading:
-            programs = space.programs(tree, lower)
-            is_faster = programs.cost.seconds + reading_then < best.cost.seconds + reading
-            if is_faster and within(programs.cost, space.options):
+    try:
+        count = sum(1 for _ in nodes_of(best.tree))
+        for number, turned in itertools.product(range(1, count), (False, True)):
+            tree = with_result_in_order(best.tree, number, turned)
+            op = next(itertools.islice(nodes_of(tree), number, None)).op
+            if tree == best.tree or (form := product_form(op.spec)) is None or form.contracted:
+                continue
+            if space.is_late():
+                break
+            before, after = (order_seconds(space.contraction, each) for each in (best.tree, tree))
+            if after >= before:
+                continue
+            programs = space.programs(tree, best.lower)
+            is_faster = best.cost.seconds <= programs.cost.seconds < best.cost.seconds + before - after
+            fits = options is None or within(programs.cost, options)
+            if is_faster and fits and programs.cost.retained_bytes <= best.cost.retained_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
+    except KeyboardInterrupt:
+        return dataclasses.replace(best, interrupted=True)
     return best
+
+
+def order_seconds(contraction: Contraction, tree: Tree) -> float:
+    """Return how much longer a tree's steps take because of the orders of axes between them, beyond their prices."""
+    seconds = load_backend(contraction.backend).order_seconds
+    if seconds is None:
+        return 0.0
+    pairs = [(child.op, node.op) for node in nodes_of(tree) for child in node.children if isinstance(child, Node)]
+    return sum(seconds(op, reader, contraction.device) for op, reader in pairs)
 
 
 def _saves_in_a_step(best: Candidate, tree: Tree) -> bool:
@@ -153,24 +166,21 @@ def _saves_in_a_step(best: Candidate, tree: Tree) -> bool:
 
 
 def with_result_in_order(tree: Tree, number: int, turned: bool) -> Tree:
-    """Return a tree in which the result of a step has the order of what it reads, if it is a product or a sum.
+    """Return a tree in which the result of a step, if it is a product, has the order of its factors.
 
     Args:
         tree: the tree.
         number: the number of the step, as `nodes_of` counts.
-        turned: whether the axes of a product's second factor alone come before those of the first.
-
-    Returns:
-        The tree; the one that was given if the result has that order.
+        turned: whether the axes of the second factor alone come before those of the first.
     """
     product = next(itertools.islice(nodes_of(tree), number, None))
-    op, new = product.op, tuple[str | Gather, ...]()
-    if isinstance(op, Einsum) and (form := product_form(op.spec)) is not None:
-        new = (*form.batch, *form.right, *form.left) if turned else (*form.batch, *form.left, *form.right)
-    elif isinstance(op, Einsum) and len(op.spec.inputs) == 1 and not (turned or op.spec.gathers):
-        new = tuple(axis for axis in dict.fromkeys(op.spec.inputs[0]) if axis in op.spec.output)
-    old = op.spec.output
-    if new == old or {*new} != {*old}:
+    op = product.op
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None:
+        return tree
+    groups = (form.batch, form.right, form.left) if turned else (form.batch, form.left, form.right)
+    old, new = op.spec.output, tuple(itertools.chain(*groups))
+    if new == old:
         return tree
     dims = [old.index(axis) for axis in new]
 

@@ -90,7 +90,8 @@ class Network:
         spec: a resolved spec.
         few: whether to leave out most combinations of statuses, for specs with many index arrays. Then a step changes
             the status of one factor, or of all.
-        keeps_order: whether what is taken or added up has its operand's order; else only if `LONG_RUN` asks for it.
+        keeps_order: whether what is taken or added up has its operand's order, for arrays with strides; else only
+            what is added up without gathers, or if `LONG_RUN` asks for it.
 
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
@@ -237,14 +238,19 @@ class Network:
         """Return the axes of a value in the network's order; those of the whole product in the result's.
 
         With `keeps_order`, what is taken from an operand, or added up, has the operand's order, with the row axes in
-        the place of the pool axis, unless they come last. Without it the order is kept only where another one would
-        tear apart runs of `LONG_RUN` elements or more.
+        the place of the pool axis, unless they come last. Without it the order is kept without gathers, and else only
+        where another one would tear apart runs of `LONG_RUN` elements or more.
         """
         axes = self.value_axes(value)
         order = self.term(axes)
         if value == Value(self.everything, self.final) and set(self.result) == set(order):
             return tuple(dict.fromkeys(self.result))
-        if value.status != self.open and value.operands & (value.operands - 1) == 0:
+        is_single = value.operands & (value.operands - 1) == 0
+        if is_single and not (self.gathers or self.keeps_order):
+            return tuple(
+                [axis for axis in dict.fromkeys(self.leaves[value.operands.bit_length() - 1]) if axis in order]
+            )
+        if value.status != self.open and is_single:
             leaf = self._leaf_orders[value.operands.bit_length() - 1]
             own = tuple([axis for axis in leaf if axes & self._bit[axis]])
             torn = own and own[-1] != order[-1] and self.sizes[own[-1]] >= LONG_RUN

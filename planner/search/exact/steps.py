@@ -162,8 +162,8 @@ class NetworkSteps:
         network = self.network
         if self._is_unchanged(operand):
             return None
-        axes = network.value_axes(Value(1 << operand, network.open))
-        output = network.result if self.one_step else network.term(axes)
+        value = Value(1 << operand, network.open)
+        output = network.result if self.one_step else network.value_term(value)
         spec = dataclasses.replace(network.spec, inputs=(network.leaves[operand],), output=output)
         return Einsum(network.restrict(spec), self.dtype).with_layouts([self._layout(operand)])
 
