@@ -81,7 +81,7 @@ class SearchSpace:
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
-        self.network = Network(self.resolved.spec, keeps_order=backend.strided)
+        self.network = Network(self.resolved.spec, keeps_order=backend.strided, keeps_sums=backend.compiles)
         plain = not self.resolved.spec.gathers
         self.fused = tuple(plain and backend.fuses_cast(o.dtype, self.dtype) for o in self.operands)
         self.steps = self._steps_on(self.network)
@@ -350,9 +350,8 @@ class _TreeSearch:
         keeps = self.chooses or self.limits != NO_LIMITS
         fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
         work += self._more
-        few = self.space._steps_on(
-            Network(self.space.resolved.spec, few=True, keeps_order=self.space.network.keeps_order)
-        )
+        whole = self.space.network
+        few = self.space._steps_on(Network(self.space.resolved.spec, True, whole.keeps_order, whole.keeps_sums))
         sets = few.network.prepare(path)
         if not self.naive:
             for front in fronts:

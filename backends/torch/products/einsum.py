@@ -36,9 +36,9 @@ EINSUM = "einsum"
 # Each matrix of a batch that torch copies one at a time takes so long besides: 3 to 7 us, with matrices of 8 x 8 to
 # 50 x 40 (one core of an AMD EPYC 7003, torch 2.13, 2026-11-30). Smaller products than `SMALL_MATRIX` copy nothing.
 _MATRIX_SECONDS = 5e-6
-# Matrices of at least so many rows, at most so many terms and at least so many columns: of shorter ones, and of fewer
-# columns, autograd of `mm` was faster too (8,192 to 16,384 rows, 64 to 256 terms, 16 to 128 columns).
-_LONG_ROWS, _MOST_TERMS, _LEAST_COLUMNS = 2**13, 64, 256
+# Matrices of at least so many rows and columns, and at most so many terms. With 16 to 128 columns autograd of `mm` was
+# as fast or faster (8,192 and 16,384 rows, 64 to 256 terms).
+_LONG_ROWS, _MOST_TERMS, _LEAST_COLUMNS = 2**13, 512, 256
 # A gradient of fewer multiplications is added up sooner than a Function is called, however it lies.
 _MOST_TURNED = 2**15
 

@@ -90,8 +90,8 @@ class Network:
         spec: a resolved spec.
         few: whether to leave out most combinations of statuses, for specs with many index arrays. Then a step changes
             the status of one factor, or of all.
-        keeps_order: whether what is taken or added up has its operand's order, for arrays with strides; else only
-            what is added up without gathers, or if `LONG_RUN` asks for it.
+        keeps_order: whether what is taken or added up has its operand's order; else only if `LONG_RUN` asks for it.
+        keeps_sums: whether what is added up without gathers has its operand's order.
 
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
@@ -99,8 +99,8 @@ class Network:
         result: the output's term, likewise.
     """
 
-    def __init__(self, spec: Spec, few: bool = False, keeps_order: bool = False) -> None:
-        self.few, self.keeps_order = few, keeps_order
+    def __init__(self, spec: Spec, few: bool = False, keeps_order: bool = False, keeps_sums: bool = False) -> None:
+        self.few, self.keeps_order, self.keeps_sums = few, keeps_order, keeps_sums and not spec.gathers
         gathers = spec.gathers
         pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = {**spec.by_axis, **{pool: spec.size(gather) for gather, pool in pools.items()}}
@@ -238,15 +238,15 @@ class Network:
         """Return the axes of a value in the network's order; those of the whole product in the result's.
 
         With `keeps_order`, what is taken from an operand, or added up, has the operand's order, with the row axes in
-        the place of the pool axis, unless they come last. Without it the order is kept without gathers, and else only
-        where another one would tear apart runs of `LONG_RUN` elements or more.
+        the place of the pool axis, unless they come last. Without it the order is kept only where another one would
+        tear apart runs of `LONG_RUN` elements or more, or for sums with `keeps_sums`.
         """
         axes = self.value_axes(value)
         order = self.term(axes)
         if value == Value(self.everything, self.final) and set(self.result) == set(order):
             return tuple(dict.fromkeys(self.result))
         is_single = value.operands & (value.operands - 1) == 0
-        if is_single and not (self.gathers or self.keeps_order):
+        if is_single and self.keeps_sums:
             return tuple(
                 [axis for axis in dict.fromkeys(self.leaves[value.operands.bit_length() - 1]) if axis in order]
             )
