@@ -125,7 +125,7 @@ def in_cheaper_orders(best: Candidate, space: SearchSpace, options: Options | No
                 continue
             if space.is_late():
                 break
-            before, after = (order_seconds(space.contraction, each) for each in (best.tree, tree))
+            before, after = (_order_seconds(space.contraction, each) for each in (best.tree, tree))
             if after >= before:
                 continue
             programs = space.programs(tree, best.lower)
@@ -138,7 +138,7 @@ def in_cheaper_orders(best: Candidate, space: SearchSpace, options: Options | No
     return best
 
 
-def order_seconds(contraction: Contraction, tree: Tree) -> float:
+def _order_seconds(contraction: Contraction, tree: Tree) -> float:
     """Return how much longer a tree's steps take because of the orders of axes between them, beyond their prices."""
     seconds = load_backend(contraction.backend).order_seconds
     if seconds is None:
