@@ -194,6 +194,19 @@ def test_values_have_the_orders_in_which_xla_reads_them_fast():
         assert all((x == y).all() for x, y in zip(pull(weights), gradients, strict=True))
 
 
+def test_no_path_takes_less_than_the_bound_of_a_plan():
+    """Orders of outer products make no plan cheaper than what the search has proven."""
+    for spec, shapes in [
+        ("cba, ec, ae -> bea", [(3, 16, 200), (40, 3), (200, 40)]),
+        ("cba, bc, bad -> cdb", [(5, 2, 3), (2, 5), (2, 3, 200)]),
+        ("dabc, edc, b -> bac", [(8, 8, 200, 5), (2, 8, 5), (200,)]),
+    ]:
+        plan_of = partial(planner.plan, spec, *shapes, backend="jax", device="cpu")
+        bound = plan_of(optimize="optimal").cost.bound
+        for first in ((0, 1), (0, 2), (1, 2)):
+            assert plan_of(optimize=[first, (0, 1)]).cost.seconds >= bound
+
+
 def test_a_value_between_two_steps_is_read_in_the_order_that_is_fast():
     """The product of the last two has few columns. XLA reads it as it is: no copy is made."""
     shapes = (64, 4096), (4096, 512), (512, 8)
