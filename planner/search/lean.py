@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from planner.cost.limits import Limits, within
@@ -87,8 +86,8 @@ def no_worse_than_einsum(plan: PlanRecord, loops: bool, search: Callable[..., Pl
 def _as_lean_as_calls(plan: PlanRecord) -> PlanRecord:
     """Return the plan, or one that allocates no more than the framework's own einsum, if its time x memory is less.
 
-    Torch's einsum may need less memory than the naive plan in planner's own functions, which copy whole operands. Only
-    the plan's tree and the naive one are tried, and only if the plan needs `_MUCH_MORE` times as much.
+    Torch's einsum may need less memory than the naive plan in planner's own functions, which copy whole operands. The
+    plan's tree and the naive one are tried with lean steps, but only if the plan needs over `_MUCH_MORE` times as much.
     """
     contraction, backend = plan.contraction, load_backend(plan.contraction.backend)
     alone = plan.programs.backward is None and not contraction.resolved.spec.gathers and plan.loop is None
@@ -98,15 +97,16 @@ def _as_lean_as_calls(plan: PlanRecord) -> PlanRecord:
     if needed(plan) <= _MUCH_MORE * max(needed(einsum), SLACK_BYTES):
         return plan
     limited, _ = _limited_to(einsum)
-    space, found = SearchSpace(limited), list[Candidate]()
+    space, allowed = SearchSpace(limited), list[Candidate]()
     for tree in dict.fromkeys((plan.tree, einsum.tree)):
         lower = space.lowerer("peak")
-        lean = Candidate(space.programs(tree, lower), tree, lower, False, plan.origin)
-        found.append(quicken_steps(space, lean))
-    best = min(found, key=lambda each: each.cost.seconds if within(each.cost, limited.options) else math.inf)
-    is_worth = best.cost.seconds * best.cost.peak_bytes < plan.cost.seconds * needed(plan)
-    is_found = within(best.cost, limited.options)
-    return _in_place_of(plan, best, "as lean as einsum") if is_found and is_worth else plan
+        lean = quicken_steps(space, Candidate(space.programs(tree, lower), tree, lower, False, plan.origin))
+        if within(lean.cost, limited.options):
+            allowed.append(lean)
+    best = min(allowed, key=lambda each: each.cost.seconds, default=None)
+    if best is None or best.cost.seconds * best.cost.peak_bytes >= plan.cost.seconds * needed(plan):
+        return plan
+    return _in_place_of(plan, best, "as lean as einsum")
 
 
 def _limited_to(other: PlanRecord) -> tuple[Contraction, Limits]:

@@ -232,16 +232,16 @@ def _copy_time(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, i
 def _division_time(order: Sequence[str], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> float:
     """Return how long the divisions of a copy into groups of axes take, in copied elements: see `_DIVIDED`.
 
-    XLA divides nothing where it reads along an axis of its own, the one that lay innermost. But two neighbours stay
-    joined as they are in memory, and if a power of two divides the outer one's index, it divides for the inner one.
+    XLA divides nothing if it reads along an axis that is not among the innermost joined ones, and that is joined with
+    no other. But it does if these are neighbours in memory, and the size of the outer one is a power of two.
     """
     joined = [group for group in groups[1:] if group]  # XLA joins no axes of the batch
     inner = joined[-1] if joined else ()
     if len(inner) < 2 or [*order] == [*itertools.chain(*groups)]:
         return 0.0
-    beside = {*itertools.pairwise(inner)} <= {*itertools.pairwise(order)}
-    outer = sizes[inner[0]]
-    if order[-1] not in inner and len(joined) > 1 and len(joined[0]) == 1 and not (beside and outer & -outer == outer):
+    reads_apart = order[-1] not in inner and len(joined) > 1 and len(joined[0]) == 1
+    are_beside, outer = {*itertools.pairwise(inner)} <= {*itertools.pairwise(order)}, sizes[inner[0]]
+    if reads_apart and not (are_beside and outer & -outer == outer):
         return 0.0
     size = sizes[inner[-1]]
     power = size & -size  # the greatest power of two that divides it
