@@ -95,7 +95,10 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xla_sizes):
-    """XLA's program names them, but for a product by element that it fuses into the sum of its rows."""
+    """XLA's program names them, but for a product by element that it fuses into the sum of its rows.
+
+    Not all objectives choose the same.
+    """
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}

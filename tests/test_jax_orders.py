@@ -158,7 +158,7 @@ def test_copies_into_joined_axes_divide_by_the_size_of_the_last(size, divided):
 
 @pytest.mark.parametrize(("size", "divided"), [(1000, 0), (1024, 8)])
 def test_copies_that_read_along_an_axis_of_their_own_divide_nothing(size, divided):
-    """But two neighbours that stay joined are not told from two powers of two."""
+    """But they divide for two neighbours if the size of the outer one is a power of two."""
     sizes = {"a": 9, "b": size, "c": 16}
     assert arrangement._division_time("bac", [(), ("c",), ("a", "b")], sizes | {"a": size, "b": 9}) == 0
     assert arrangement._division_time("bac", [(), ("c",), ("b", "a")], sizes) == divided * 16 * size * 9

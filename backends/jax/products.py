@@ -24,10 +24,10 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, known_product, product_form
 
-# From so many matrices on, XLA's calls of a function for each take longer than such a loop.
+# From so many matrices on, XLA's calls of a function for each take longer than a loop by element.
 MANY_MATRICES = 16
 # Unless XLA copies something, matrices of so many rows or columns are large. YNNPACK multiplies them fast if the sums
-# have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: such a loop took 1.8
+# have 4 or 8 terms. For a single matrix copies of at most this part of the result are then small: a loop took 1.8
 # times as long (AMD EPYC, JAX 0.10.2, 2026-11-27). With `_LEAST_SIDE` rows and columns or more it took 1.0 to 2.8 times
 # as long for sums of two terms, of 16 to 64 matrices in any order, and for a single matrix (Intel Xeon, 2026-11-28).
 _LARGE_MATRIX, _SMALL_COPY, _LEAST_SIDE = 64, 1 / 8, 32
@@ -256,7 +256,7 @@ def is_narrow(spec: Spec) -> bool:
 
 def count_short_outer(spec: Spec) -> int:
     """Return how many elements an outer product of two operands has, if its innermost axis is short; else 0."""
-    form = product_form(spec) if len(spec.inputs) == 2 and not spec.gathers else None
+    form = product_form(spec)
     if form is None or form.contracted or 1 in form.sizes[1:3] or spec.size(spec.output[-1]) >= _SHORT_OUTER:
         return 0
     return math.prod(spec.output_shape)

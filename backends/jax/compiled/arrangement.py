@@ -232,8 +232,8 @@ def _copy_time(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, i
 def _division_time(order: Sequence[str], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> float:
     """Return how long the divisions of a copy into groups of axes take, in copied elements: see `_DIVIDED`.
 
-    XLA divides nothing if it reads along an axis that is not among the innermost joined ones, and that is joined with
-    no other. But it does if these are neighbours in memory, and the size of the outer one is a power of two.
+    XLA divides nothing if the axis that lay innermost is not joined with another. But it divides if the axes that it
+    joins were neighbours in this order, and the size of the outer one is a power of two.
     """
     joined = [group for group in groups[1:] if group]  # XLA joins no axes of the batch
     inner = joined[-1] if joined else ()
