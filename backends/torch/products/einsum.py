@@ -379,9 +379,9 @@ def summed_pair(
     plain = rows.get(spec) in ("matmul", EINSUM) and node.op.dtype != "bool" and len(sizes) <= MOST_LETTERS
     if not plain or leaves != [Leaf(0), Leaf(1)] or terms == [*spec.inputs] or 1 in sizes.values():
         return None
-    form, swapped, output = (
-        _form_of_call(spec) if is_lean else (_einsum_form(known_product(spec), spec), False, spec.output)
-    )
+    form, swapped, output = _form_of_call(spec)
+    if not is_lean:
+        swapped, output = False, spec.output
     strides_of_call = _result_strides(form, spec, swapped)
     if strides not in (None, strides_of_call) or (_einsum_scratch(planned) and not is_lean):
         return None

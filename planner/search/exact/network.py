@@ -247,9 +247,8 @@ class Network:
             return tuple(dict.fromkeys(self.result))
         is_single = value.operands & (value.operands - 1) == 0
         if is_single and self.keeps_sums:
-            return tuple(
-                [axis for axis in dict.fromkeys(self.leaves[value.operands.bit_length() - 1]) if axis in order]
-            )
+            leaf = self.leaves[value.operands.bit_length() - 1]
+            return tuple([axis for axis in dict.fromkeys(leaf) if axis in order])
         if value.status != self.open and is_single:
             leaf = self._leaf_orders[value.operands.bit_length() - 1]
             own = tuple([axis for axis in leaf if axes & self._bit[axis]])
