@@ -148,13 +148,12 @@ def test_comparisons_and_measured_pages(browser, tmp_path, torch):
             assert faults(browser) == []
 
 
-def test_pages_of_what_commands_print(browser, tmp_path, torch, monkeypatch):
+def test_pages_of_what_commands_print(browser, tmp_path, torch):
     from planner.bench.compare import page_of_ways
     from planner.cli import main
     from planner.demo.cases import cases
     from planner.demo.runs import Row, WayFigures
 
-    monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", {"torch": 0.0})
     check, compare, demo = (tmp_path / f"{name}.html" for name in ("check", "compare", "demo"))
     assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "2", "--html", str(check)]) == 0
     case = next(case for case in cases("torch", "quick") if len(case.ways) > 3)

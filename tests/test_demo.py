@@ -14,20 +14,13 @@ from planner.demo import command
 from planner.demo.answers import answers
 from planner.demo.cases import cases
 from planner.demo.report import Comparison, bytes_text, gain_line, header, line, seconds_text, table
-from planner.demo.runs import EFFORTS, RUNS, Row, Run, WayFigures, differences, extrapolate, measure_case
+from planner.demo.runs import EFFORTS, RUNS, Effort, Row, Run, WayFigures, differences, extrapolate, measure_case
 from planner.demo.ways import OURS, Part, Way
 from planner.workloads import WORKLOADS
 
 FRAMEWORKS = [name for name in installed_frameworks() if name != "numpy"]
 SCALES = ("main", "full", "quick")
 WIDTH = 100
-
-
-@pytest.fixture(autouse=True)
-def without_pauses(monkeypatch):
-    """The figures are of no interest here, so nothing waits for the machine to come to rest."""
-    monkeypatch.setattr("planner.demo.runs.PAUSE_SECONDS", dict.fromkeys(FRAMEWORKS, 0.0))
-    monkeypatch.setattr("planner.demo.runs._BETWEEN_SECONDS", 0.0)
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -90,28 +83,60 @@ def test_nothing_to_run_is_an_error(capsys):
     assert "nothing to run" in capsys.readouterr().err
 
 
-def test_each_line_reaches_a_pipe_before_the_next_way_runs(framework, monkeypatch):
+def test_the_lines_of_a_case_reach_a_pipe_before_the_next_case_runs(framework, monkeypatch):
     """What is printed to a pipe waits in a buffer until it is flushed."""
     case = _case(framework, "seed-outer-and-matmul")
     pipe = io.BytesIO()
     seen = []
 
-    def watched(way):
+    def watched(number, way):
         def call(xp, *operands):
-            seen.append((way.label, pipe.getvalue().decode()))
+            seen.append((number, pipe.getvalue().decode()))
             return way.call(xp, *operands)
 
         return Way(way.label, call)
 
-    case = dataclasses.replace(case, ways=tuple(map(watched, case.ways)))
-    monkeypatch.setattr(command, "cases", lambda framework, scale: iter([case]))
+    both = [
+        dataclasses.replace(case, title=f"Case {number}", ways=tuple(watched(number, way) for way in case.ways))
+        for number in range(2)
+    ]
+    monkeypatch.setattr(command, "cases", lambda framework, scale: iter(both))
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(pipe, 1 << 20), encoding="utf-8"))
     assert command.main(["--quick", "--framework", framework]) == 0
+    assert {number for number, _ in seen} == {0, 1}
+    for number, printed in seen:
+        assert header(both[number]) in printed
+        for way in case.ways:
+            assert printed.count(f"\n  {way.label} ") == number
+
+
+def test_short_ways_are_timed_in_turn(framework, monkeypatch):
+    """Each round times every way, so that what disturbs the machine disturbs all of them."""
+    case = _case(framework, "seed-outer-and-matmul")
+    order = []
+
+    def block_seconds(program, least_seconds):
+        order.append((program.__name__, program.__self__.way.label))
+        return float(len(order))
+
+    monkeypatch.setattr("planner.demo.runs.block_seconds", block_seconds)
+    rows = measure_case(case, "quick")
     labels = [way.label for way in case.ways]
-    for label, printed in seen:
-        assert header(case) in printed
-        for earlier in labels[: labels.index(label)]:
-            assert f"\n  {earlier} " in printed
+    assert order == [(program, label) for program in ("forward", "both") for _ in range(2) for label in labels]
+    ways = len(labels)
+    for number, row in enumerate(rows, 1):
+        assert row.figures.seconds == number + ways / 2
+        assert row.figures.gradient_seconds == row.figures.seconds + 2 * ways
+        assert not row.figures.once
+
+
+def test_a_slow_way_keeps_the_times_of_its_single_run(framework, monkeypatch):
+    monkeypatch.setitem(EFFORTS, "quick", Effort(long_seconds=0.0, runs=2, timing_seconds=0.1))
+    monkeypatch.setattr("planner.demo.runs.block_seconds", None)  # nothing may be timed again
+    case = _case(framework, "seed-outer-and-matmul")
+    (row,) = measure_case(dataclasses.replace(case, ways=case.ways[:1]), "quick")
+    assert row.figures.once
+    assert row.figures.seconds > 0
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -242,7 +267,7 @@ def test_a_slow_way_is_run_once_unless_another_was_slower(seconds, slowest, once
     assert differs == ""
     assert figures.once is once
     assert run.asked == (1 if once else 2)
-    assert (figures.gradient_seconds == seconds) is once
+    assert figures.gradient_seconds == seconds
 
 
 def test_a_run_that_uses_another_way_keeps_the_arrays(framework):

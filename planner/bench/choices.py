@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.bench.corpus import corpus
-from planner.bench.timing import SCALES, Result, Settings, equal, seconds_in_peace
+from planner.bench.timing import PAUSE_SECONDS, SCALES, Result, Settings, equal, seconds_in_peace
 from planner.calibrate.predictions import FACTORS, check_workload
 from planner.cost.device import PRESETS, Device
-from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
 from planner.language.units import seconds_text
 from planner.plan import Plan

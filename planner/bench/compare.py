@@ -120,9 +120,8 @@ def compare_ways(
         run = RUNS[framework](way, contraction, contraction.takes_gradient)
         run.forward()
         run.both()
-    rows = []
-    for row in measure_case(case):
-        rows.append(row)
+    rows = measure_case(case)
+    for row in rows:
         say(line(row))
     found = Comparison.of(rows)
     if found is not None:

@@ -136,14 +136,13 @@ def _say(text: str = "") -> None:
 
 
 def _show(case: Case, scale: Scale, progress: Progress) -> list[Row]:
-    """Run the ways of a case, and print each as soon as it is measured."""
+    """Run the ways of a case, and print their lines when all are measured."""
     _say(header(case))
     _say(HEADINGS)
-    rows = []
-    for row in measure_case(case, scale, lambda way: progress(f"{case.name}, {case.framework}: {way.label}")):
-        progress.close()
+    rows = measure_case(case, scale, lambda way: progress(f"{case.name}, {case.framework}: {way.label}"))
+    progress.close()
+    for row in rows:
         _say(line(row))
-        rows.append(row)
     return rows
 
 

@@ -9,21 +9,17 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from planner.demo.cases import Case, Scale
 from planner.demo.ways import Framework, Way
-from planner.tune.timing import timed
+from planner.tune.timing import block_seconds, timed
 from planner.workloads import Skew, Workload
 
-# A program pays for the memory that the one before it gave back: without a pause, equal code differs by 1.7x in
-# torch and by up to 3x in JAX (on 2 cores).
-PAUSE_SECONDS = {"torch": 0.05, "jax": 0.6}
-_BETWEEN_SECONDS = 0.05
-_BLOCK_SECONDS = 0.005
+_BLOCK_SECONDS = 0.02
 
 Results = list[np.ndarray[Any, Any]]
 
@@ -36,20 +32,18 @@ class Effort:
         long_seconds: a way whose forward and backward pass take longer than this is run once, unless they take less
             than half the time of a way before it.
         runs: the most runs behind a median.
-        timing_seconds: no further run begins after this much time.
-        pauses: whether to wait before runs, so that one does not disturb the next.
+        timing_seconds: no further round of runs begins after this much time for each way.
     """
 
     long_seconds: float
     runs: int
     timing_seconds: float
-    pauses: bool = True
 
 
 EFFORTS: dict[Scale, Effort] = {
-    "main": Effort(long_seconds=1.5, runs=5, timing_seconds=0.3),
-    "full": Effort(long_seconds=2.0, runs=5, timing_seconds=0.4),
-    "quick": Effort(long_seconds=2.0, runs=2, timing_seconds=0.4, pauses=False),
+    "main": Effort(long_seconds=1.5, runs=9, timing_seconds=0.5),
+    "full": Effort(long_seconds=2.0, runs=15, timing_seconds=1.0),
+    "quick": Effort(long_seconds=2.0, runs=2, timing_seconds=0.4),
 }
 
 
@@ -86,28 +80,17 @@ class Row:
     differs: str
 
 
-def _median_seconds(call: Callable[[], Any], framework: Framework, effort: Effort) -> float:
-    """Time a program. A short one is timed in blocks, so that waking threads after a pause is not what is timed."""
-    if effort.pauses:
-        time.sleep(PAUSE_SECONDS[framework])
-    first = _block_seconds(call, 1)
-    if first > effort.timing_seconds:
-        return first
-    calls = max(1, min(100, int(_BLOCK_SECONDS / _block_seconds(call, 1))))
-    times = [_block_seconds(call, calls)]
-    while len(times) < effort.runs and sum(times) < effort.timing_seconds:
-        if effort.pauses:
-            time.sleep(_BETWEEN_SECONDS)
-        times.append(_block_seconds(call, calls))
-    return statistics.median(times) / calls
+def _median_seconds(programs: Sequence[Callable[[], Any]], effort: Effort) -> list[float]:
+    """Time programs in turn, round after round, so that whatever else disturbs the machine disturbs all of them.
 
-
-def _block_seconds(call: Callable[[], Any], calls: int) -> float:
-    def block() -> None:
-        for _ in range(calls):
-            call()
-
-    return timed(block)[1]
+    A run that does not count comes before each timed one: it pays for the memory that the program before gave back,
+    and wakes the threads. Programs of less than 20 ms are averaged over as many runs as take that long.
+    """
+    begun = time.perf_counter()
+    rounds: list[list[float]] = []
+    while len(rounds) < effort.runs and time.perf_counter() - begun < effort.timing_seconds * len(programs):
+        rounds.append([block_seconds(program, least_seconds=_BLOCK_SECONDS) for program in programs])
+    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 class Run(abc.ABC):
@@ -153,7 +136,7 @@ class Run(abc.ABC):
     def measure(
         self, expected: Results | None, effort: Effort, slowest_seconds: float = 0.0
     ) -> tuple[Results, str, WayFigures]:
-        """Compare the results with those expected, and measure what agrees.
+        """Compare the results with those expected, and measure the memory of what agrees.
 
         Args:
             expected: the results that it must have, if known.
@@ -161,7 +144,8 @@ class Run(abc.ABC):
             slowest_seconds: forward and backward pass of the slowest way before it.
 
         Returns:
-            The results, which of them differ, and the figures: those of a single run where that took long.
+            The results, which of them differ, and the figures. The times are those of a single run: of the first if
+            it took long, which the figures then say.
         """
         found, figures = self.once()
         results = [np.asarray(x) for x in found]
@@ -173,10 +157,7 @@ class Run(abc.ABC):
             return results, "", figures
         # The first run made the plan and warmed all caches, so its memory does not count either.
         _, figures = self.once()
-        seconds, gradient_seconds = (
-            _median_seconds(program, self.framework, effort) for program in (self.forward, self.both)
-        )
-        return results, "", dataclasses.replace(figures, seconds=seconds, gradient_seconds=gradient_seconds, once=False)
+        return results, "", dataclasses.replace(figures, once=False)
 
 
 class TorchRun(Run):
@@ -328,21 +309,20 @@ class JaxRun(Run):
 RUNS: dict[Framework, type[TorchRun] | type[JaxRun]] = {"torch": TorchRun, "jax": JaxRun}
 
 
-def measure_case(
-    case: Case, scale: Scale = "main", starting: Callable[[Way], None] = lambda way: None
-) -> Iterator[Row]:
-    """Measure the ways of a case one after the other; yield each as soon as it is known.
+def measure_case(case: Case, scale: Scale = "main", starting: Callable[[Way], None] = lambda way: None) -> list[Row]:
+    """Measure the ways of a case: each by itself first, then all that take short in turn.
 
     Args:
         case: what to run.
         scale: how often to run it.
         starting: called with each way before it runs.
     """
+    effort = EFFORTS[scale]
     runs: dict[Workload, Run] = {}
     expected: dict[Workload, Results] = {}
     slowest_seconds: dict[Workload, float] = {}
 
-    def measure(way: Way, workload: Workload) -> tuple[str, WayFigures]:
+    def measure(way: Way, workload: Workload) -> tuple[Run, str, WayFigures]:
         """Measure a way on a workload; the first way's results on it are what all must have."""
         if workload not in runs:
             runs[workload] = RUNS[case.framework](case.ways[0], workload, case.gradients)
@@ -350,27 +330,51 @@ def measure_case(
             expected[workload] = runs[workload].results()
         run = runs[workload].use(way)
         slowest = slowest_seconds.get(workload, 0.0)
-        results, differs, figures = run.measure(expected.get(workload), EFFORTS[scale], slowest)
+        results, differs, figures = run.measure(expected.get(workload), effort, slowest)
         if not differs:
             slowest_seconds[workload] = max(slowest_seconds.get(workload, 0.0), figures.gradient_seconds)
         expected.setdefault(workload, results)
         gc.collect()
-        return differs, figures
+        return run, differs, figures
 
-    for way in case.ways:
+    def measure_part(way: Way, size: int) -> tuple[str, WayFigures]:
+        """Measure and time a way on a part of the workload."""
+        assert way.part is not None
+        run, differs, figures = measure(way, case.workload.resized(**{way.part.axis: size}))
+        return differs, figures if differs or figures.once else _timed_in_turn([(run, figures)], effort)[0]
+
+    rows: list[Row] = []
+    short: dict[int, Run] = {}
+    for number, way in enumerate(case.ways):
         starting(way)
         sizes = case.workload.sizes
         if way.part is None or way.part.size >= sizes[way.part.axis]:
-            differs, figures = measure(way, case.workload)
+            run, differs, figures = measure(way, case.workload)
+            if not differs and not figures.once:
+                short[number] = run
         else:
             axis, size = way.part.axis, way.part.size
-            differs, figures = measure(way, case.workload.resized(**{axis: size}))
+            differs, figures = measure_part(way, size)
             if not differs:
-                differs, half = measure(way, case.workload.resized(**{axis: size // 2}))
+                differs, half = measure_part(way, size // 2)
                 figures = WayFigures() if differs else extrapolate(figures, half, sizes[axis] / size)
             if not way.part.backward_in_proportion:
                 figures = dataclasses.replace(figures, gradient_seconds=math.nan, gradient_peak_bytes=math.nan)
-        yield Row(case, way, figures, differs)
+        rows.append(Row(case, way, figures, differs))
+    timed_figures = _timed_in_turn([(run, rows[number].figures) for number, run in short.items()], effort)
+    for number, figures in zip(short, timed_figures, strict=True):
+        rows[number] = dataclasses.replace(rows[number], figures=figures)
+    return rows
+
+
+def _timed_in_turn(found: Sequence[tuple[Run, WayFigures]], effort: Effort) -> list[WayFigures]:
+    """Time runs in turn; return the figures of each with its times."""
+    forward = _median_seconds([run.forward for run, _ in found], effort)
+    both = _median_seconds([run.both for run, _ in found], effort)
+    return [
+        dataclasses.replace(figures, seconds=seconds, gradient_seconds=gradient_seconds)
+        for (_, figures), seconds, gradient_seconds in zip(found, forward, both, strict=True)
+    ]
 
 
 def extrapolate(part: WayFigures, half: WayFigures, times: float) -> WayFigures:
