@@ -243,18 +243,90 @@ def test_sums_of_few_terms_are_one_loop(spec, a, b, dtype):
 def test_a_linear_layer_and_its_gradients_stay_plain():
     """The gradient of the weight would join axes if it were a product by itself: XLA copies 1 MiB for it."""
     x, w, lean = numbers(8, 64, 512), numbers(512, 512), functools.partial(CONTRACT, minimize="peak")
-    layer = functools.partial(lean, "bij, jk -> bik")
+    layer = functools.partial(lean, "bij, kj -> bik")
     found = operations(jax.grad(lambda x, w: (layer(x, w) ** 2).sum(), (0, 1)), x, w)
     assert found.count("dot_general") == 3
     assert "planner_step" not in found
     plan = planner.plan(
-        "bij, jk -> bik",
+        "bij, kj -> bik",
         *(planner.Operand(y.shape, requires_grad=True) for y in (x, w)),
         backend="jax",
         minimize="peak",
     )
     assert [step.choice.lowering for step in plan.steps] == ["matmul"] * 3
     assert "planner_step" in operations(functools.partial(lean, "bij, bik -> jk"), x, layer(x, w))
+
+
+# Products of which JAX derives a gradient with copies, or slowly: XLA would reorder an operand, or multiply by Eigen.
+DERIVED = [
+    ("ijkl, mip -> jklmp", (16, 8, 8, 16), (4, 16, 16)),
+    ("bnd, de -> bne", (8, 64, 64), (64, 256)),
+    ("bhqk, bhkd -> bqhd", (4, 8, 64, 64), (4, 8, 64, 64)),
+    ("ij, jab -> iab", (16, 256), (256, 16, 16)),
+    ("sec, sm -> ecm", (64, 4, 64), (64, 128)),
+]
+
+
+@pytest.mark.parametrize(("spec", "a", "b"), DERIVED, ids=[row[0] for row in DERIVED])
+def test_gradients_that_jax_derives_slowly_are_steps_of_ours(spec, a, b, xla_sizes):
+    """They are equal, need no more memory, and keep the operands, as einsum does."""
+    xs, ours, theirs = (numbers(*a), numbers(*b)), functools.partial(CONTRACT, spec), functools.partial(EINSUM, spec)
+    (found, pull), (wanted, pull_wanted) = jax.vjp(ours, *xs), jax.vjp(theirs, *xs)
+    assert (found == wanted).all()
+    cotangent = numbers(*found.shape)
+    assert all((x == y).all() for x, y in zip(pull(cotangent), pull_wanted(cotangent), strict=True))
+    assert sum(x.nbytes for x in jax.tree.leaves(pull)) <= sum(x.nbytes for x in jax.tree.leaves(pull_wanted))
+
+    def value_and_gradients(product, *xs):
+        value, pull = jax.vjp(product, *xs[:-1])
+        return value, pull(xs[-1])
+
+    mine, native = (functools.partial(value_and_gradients, product) for product in (ours, theirs))
+    assert temp_bytes(mine, *xs, cotangent) <= temp_bytes(native, *xs, cotangent)
+    assert "planner_step" in operations(mine, *xs, cotangent)
+    plan = planner.plan(spec, *(planner.Operand(x.shape, requires_grad=True) for x in xs), backend="jax")
+    assert {step.choice.lowering for step in plan.steps} == {"matmul"}
+
+
+def test_one_gradient_that_jax_derives_fast_is_its_own():
+    """Of the same product, the gradient of the other operand is derived slowly."""
+    spec, a, b = DERIVED[1]
+    for takes, steps in (((True, False), 0), ((False, True), 1)):
+        operands = [planner.Operand(x, requires_grad=t) for x, t in zip((a, b), takes, strict=True)]
+        plan = planner.plan(spec, *operands, backend="jax")
+        number = takes.index(True)
+        xs = numbers(*a), numbers(*b)
+        found = operations(jax.grad(lambda *xs, plan=plan: plan(*xs).sum(), number), *xs)
+        assert found.count("planner_step") >= steps
+        assert ("planner_step" in found) is bool(steps)
+
+
+CONTEXTS = {
+    "jvp": lambda f, a, b: jax.jvp(f, (a, b), (jnp.ones_like(a), jnp.ones_like(b))),
+    "gradient of a gradient": lambda f, a, b: jax.grad(
+        lambda a: (jax.grad(lambda b: (f(a, b) ** 2).sum())(b) ** 2).sum()
+    )(a),
+    "gradients of a batch": lambda f, a, b: jax.vmap(jax.grad(lambda a, b: (f(a, b) ** 2).sum(), (0, 1)), (0, None))(
+        jnp.stack([a, -a]), b
+    ),
+    "checkpoint": lambda f, a, b: jax.jit(jax.grad(jax.checkpoint(lambda a, b: (f(a, b) ** 2).sum()), (0, 1)))(a, b),
+    "scan": lambda f, a, b: jax.grad(
+        lambda b: jax.lax.scan(lambda total, a: (total + (f(a, b) ** 2).sum(), None), 0.0, jnp.stack([a, a]))[0]
+    )(b),
+    "bfloat16": lambda f, a, b: jax.grad(lambda a, b: f(a, b).astype("float32").sum(), (0, 1))(
+        a.astype("bfloat16"), b.astype("bfloat16")
+    ),
+    "one gradient outside of jit": lambda f, a, b: jax.grad(lambda b: f(a, b).sum())(b),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_contexts_of_products_whose_gradients_are_steps_of_ours(context):
+    spec, a, b = DERIVED[1]
+    found, wanted = both(lambda einsum, a, b: context(functools.partial(einsum, spec), a, b), numbers(*a), numbers(*b))
+    for got, known in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert got.dtype == known.dtype
+        assert (got == known).all()
 
 
 def test_slices_of_a_product_of_joined_axes_are_priced():

@@ -401,6 +401,8 @@ XLA = {
     "a take of several dimensions computes places in its loop": (
         "abq[abc]d,abc->abd", ((2, 3, 90, 8), (2, 3, 40)), {"q": (2, 3, 40)}
     ),
+    "gradients that JAX would derive slowly are steps of ours": ("bnd,de->bne", ((8, 64, 64), (64, 256)), {}),
+    "such gradients of a value are, too": ("bnd,nd,de->bne", ((8, 64, 64), (64, 64), (64, 256)), {}),
     "sums copy the zeros that they share": (
         "b,q[a]ba,b,q[a]ba->", ((16,), (90, 16, 19), (16,), (90, 16, 19)), {"q": (19,)}
     ),

@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.routing import Routing
 from planner.backends.jax.compiled.peak import compiled_peak
-from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
+from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, has_own_steps, hopper, wide_types
 from planner.backends.jax.explicit import Function, run_whole
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import IndexReader, JaxIndex, is_in_range, jax_in_range
 from planner.backends.jax.loop import Run, as_one, compile_whole
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.rows import FASTER, order_seconds
+from planner.backends.jax.rows import order_seconds
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.rules.sparse import add_rules
 from planner.backends.jax.step import compile_step
@@ -218,7 +218,7 @@ class JaxBackend(Backend):
         alone = cache(lambda: as_one(named(tree_run(plan, inside=True))))
         compiled = compile_whole(steps)
         # Some operands ask for JAX's own operations, where the plan has faster steps of ours.
-        has_own = any(step.choice.lowering in FASTER for step in plan.steps)
+        has_own = has_own_steps(plan)
         plain = cache(lambda: named(tree_run(plan, own=False)))
         compiled_plain = cache(lambda: compile_whole(plain()))
 

@@ -23,7 +23,7 @@ from planner.backends.jax.guards import Guards, is_left_out, poison, run_guard, 
 from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.ops import OPS, marking
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
-from planner.backends.jax.products import as_dot
+from planner.backends.jax.products import as_dot, has_slow_gradients
 from planner.backends.jax.rows import FASTER, PLAIN, make_table
 from planner.cost.device import CPU_OF_XLA, Device
 from planner.cost.figures import StepCost
@@ -154,7 +154,7 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
     Args:
         op: the step.
         lower: chooses the implementations.
-        own: whether a product may be a step of ours, because that takes less time.
+        own: whether a product may be a step of ours, because that takes less time, or its gradients do.
     """
     row = lower(op).lowering
     if not own:
@@ -162,9 +162,18 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
     if not isinstance(op, Einsum) or not _xla_splits(op, row):
         return None
     gradients = [Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs))]
-    planned = [lower.fixed[gradient].lowering for gradient in gradients if own and gradient in lower.fixed]
-    plain = all(stock_kind(gradient) in PLAIN for gradient in gradients) and all(row in PLAIN for row in planned)
+    planned = {child: lower.fixed[each] for child, each in enumerate(gradients) if own and each in lower.fixed}
+    plain = all(stock_kind(each) in PLAIN for each in gradients)
+    plain = plain and all(choice.lowering in PLAIN for choice in planned.values())
+    if plain and isinstance(lower, _Lowerer) and lower.target[0].kind == "cpu":
+        plain = not has_slow_gradients(op, tuple(planned))
     return row if plain else None
+
+
+def has_own_steps(plan: PlanRecord) -> bool:
+    """Return whether a plan has steps of ours that could run as JAX's own operations, see `plain_row`."""
+    lower, steps = lowerer_of(plan), plan.programs.forward.steps
+    return any(plain_row(step.op, lower) != plain_row(step.op, lower, own=False) for step in steps)
 
 
 def split_row(op: Op, lowering: str) -> str | None:

@@ -13,16 +13,20 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from planner.backends.common.stock import Product
+from planner.backends.common.stock_rows import stock_kind
 from planner.backends.jax.compiled.arrangement import (
     arranged,
     count_copies_of,
     count_reordered,
+    is_derived_slowly,
     wide_axes,
 )
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
+from planner.language.derive import swap_with_output
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, known_product, product_form
+from planner.program.ops import Einsum
 
 # From so many matrices on, XLA's calls of a function for each take longer than a loop by element.
 MANY_MATRICES = 16
@@ -271,6 +275,20 @@ def short_runs(spec: Spec) -> float:
         summed *= spec.size(axis)
     elements = math.prod(spec.shape(term))
     return elements / summed * (1 - summed / _LONG_RUN) if 1 < summed < _LONG_RUN else 0.0
+
+
+def has_slow_gradients(op: Einsum, operands: tuple[int, ...]) -> bool:
+    """Return whether gradients of a product take longer on a CPU where JAX derives them than as steps of ours.
+
+    Args:
+        op: the product.
+        operands: the numbers of the operands whose gradients are computed.
+    """
+    if stock_kind(op) != "matmul":
+        return False
+    products = {place: Einsum(swap_with_output(op.spec, place), op.dtype) for place in operands}
+    operands = tuple(place for place, each in products.items() if stock_kind(each) == "matmul")
+    return is_derived_slowly(op.spec, operands)
 
 
 def product_within(spec: Spec) -> Spec:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.language.cached import cached_by_step
+from planner.language.derive import swap_with_output
 from planner.language.spec import Spec, Term, term_axes
 from planner.program.forms import known_product
 
@@ -59,6 +60,10 @@ _WORTH_DIFFERING, _SLACK = 0.4, 2**14
 # When 1.0 times the result's elements and 0.25 of all were enough, 7 of 94 permuted products took 1.2 to 3.3 times as
 # long as einsum's. Now 51 are permuted, of which one took 1.0 to 1.2 times as long (the products of `_IDLE`).
 _PERMUTED, _WORTH_PERMUTING, _LEAST_SAVED = 1.5, 0.5, 2**15
+# Gradients are steps of ours, and not derived by JAX, if that saves copies of so many elements, or the time of so many
+# and of this part of a product's elements. Of 131 products at the cache and overhead scales these took ... of the time
+# (one core of an AMD EPYC 7003, JAX 0.10.2, 2026-12-01).
+_LEAST_DERIVED, _WORTH_DERIVING = (2**12, 2**13), 0.35
 
 
 class _Arrangement(NamedTuple):
@@ -128,7 +133,8 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
         if place == 2:
             excess += _copy_time(wanted, given, spec.by_axis)
         else:
-            excess += _copy_time(given, wanted, spec.by_axis) + _division_time(given, groups[place], spec.by_axis)
+            excess += _copy_time(given, wanted, spec.by_axis)
+    excess += _divisions(spec, arrangement)
     if _is_folded(spec, arrangement):
         excess += _GATHERED * _gathered(spec, arrangement)
         if terms >= _CALLED and batch > 1:
@@ -146,6 +152,13 @@ def _excess(spec: Spec, arrangement: _Arrangement) -> float:
     if not arrangement.copied or max(first, second) == 1 or _sums_well(spec, arrangement):
         return excess
     return excess + max(math.prod(spec.shape(term)) for term in spec.inputs) / 2
+
+
+def _divisions(spec: Spec, arrangement: _Arrangement) -> float:
+    """Return how long the divisions take for the copies of a product's operands, in copied elements."""
+    groups = _groups(spec, arrangement)
+    pairs = [(place, wide_axes(spec.terms[place], spec)) for place in arrangement.copied if place != 2]
+    return sum(_division_time(given, groups[place], spec.by_axis) for place, given in pairs)
 
 
 def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
@@ -280,6 +293,59 @@ def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Ter
 
 
 @cached_by_step
+def is_derived_slowly(spec: Spec, operands: tuple[int, ...]) -> bool:
+    """Return whether XLA computes gradients of a product clearly faster as steps of ours than where JAX derives them.
+
+    The steps then copy no more elements. They copy many elements less, or take much less time. They take less time also
+    if divisions cost nothing, see `_DIVIDED`: XLA saves some of these. If nothing is copied, XLA multiplies in the same
+    way in both cases.
+
+    Args:
+        spec: the product.
+        operands: the numbers of the operands whose gradients are computed.
+    """
+    copies, time, divided, is_copied = 0, 0.0, 0.0, False
+    for operand in operands:
+        product = swap_with_output(spec, operand)
+        for arrangement, sign in ((_derived(spec, operand), 1), (arranged(product), -1)):
+            is_copied |= bool(arrangement.copied)
+            copies += sign * sum(_copies(product, arrangement).values())
+            divided += sign * _divisions(product, arrangement)
+            time += sign * (_excess(product, arrangement) - _shared(spec, product, 1 - operand, arrangement))
+    least_copies, least_time = _LEAST_DERIVED
+    worth = max(least_time, _WORTH_DERIVING * sum(math.prod(spec.shape(term)) for term in spec.terms))
+    saves = copies >= least_copies or time >= worth
+    return is_copied and saves and copies >= 0 < min(time, time - divided)
+
+
+def _derived(spec: Spec, operand: int) -> _Arrangement:
+    """Return the arrangement in which JAX derives the gradient of a product's operand.
+
+    It multiplies the result's gradient, with its axes in the order in which the product was computed, as the first
+    factor, and sums axes in the order in which they stand there.
+    """
+    form, (first, second, batch, _, _), product = known_product(spec), arranged(spec), swap_with_output(spec, operand)
+    free, kept = (form.left, form.right), {axis for axis in product.output if axis not in batch}
+    order, other = (*batch, *free[first], *free[second]), term_axes(spec.inputs[1 - operand])
+    rows, columns = (tuple(axis for axis in each if axis in kept) for each in (order, other))
+    contracted = tuple(axis for axis in order if axis not in product.output)
+    copied = _copied_places(product, operand, batch, rows, columns, contracted)
+    return _Arrangement(operand, 1 - operand, batch, contracted, copied)
+
+
+def _shared(spec: Spec, product: Spec, place: int, arrangement: _Arrangement) -> float:
+    """Return how long the copy of an operand takes that a product and a gradient of it share, in copied elements."""
+    before = arranged(spec)
+    if place not in before.copied or place not in arrangement.copied:
+        return 0.0
+    groups, wanted = _groups(product, arrangement)[place], tuple(itertools.chain(*_groups(spec, before)[place]))
+    if wanted != tuple(itertools.chain(*groups)):
+        return 0.0
+    given = wide_axes(spec.inputs[place], spec)
+    return _copy_time(given, wanted, spec.by_axis) + _division_time(given, groups, spec.by_axis)
+
+
+@cached_by_step
 def permuted(spec: Spec) -> Spec | None:
     """Return a product with its result's axes in an order in which XLA multiplies clearly faster; None if none is.
 
@@ -344,13 +410,12 @@ def count_gathered(spec: Spec, lean: bool = False) -> float:
 def count_reordered(spec: Spec, lean: bool = False) -> ProductCopies:
     """Return what XLA copies for a product, see `_copied_places`."""
     arrangement = arranged(spec, lean)
-    groups, copied, apart, divided = _groups(spec, arrangement), _copies(spec, arrangement), 0.0, 0.0
+    groups, copied, apart = _groups(spec, arrangement), _copies(spec, arrangement), 0.0
     for place, elements in copied.items():
         given, wanted = wide_axes(spec.terms[place], spec), tuple(itertools.chain(*groups[place]))
         apart += elements * min(1.0, _TOGETHER / max(1, _together(given, wanted, spec.by_axis)))
-        divided += _division_time(given, groups[place], spec.by_axis) if place != 2 else 0.0
     total = sum(copied.values())
-    return ProductCopies(total, apart, divided, total - _copied_apart(copied))
+    return ProductCopies(total, apart, _divisions(spec, arrangement), total - _copied_apart(copied))
 
 
 def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from planner.backends.jax.compiled.arrangement import arranged, wide_axes
+from planner.backends.jax.products import has_slow_gradients
 from planner.language.cached import cached_by_step
 from planner.language.derive import swap_with_output
 from planner.language.spec import Spec
 from planner.program.forms import known_product
+from planner.program.ops import Einsum
+from planner.program.program import Step
 
 
 class DotOrders(NamedTuple):
@@ -77,3 +82,22 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
         if in_order and (whole == first or terms[part] == batch):
             result = memory[whole]
     return DotOrders(result, (factors[0], factors[1]), False, multiplied)
+
+
+def read_by_own(backward: Iterable[Step], gradients: Container[int | None]) -> Iterator[int]:
+    """Yield the gradients of products that are steps of ours because JAX would derive their gradients slowly.
+
+    Args:
+        backward: the steps of a backward program.
+        gradients: the variables that are gradients.
+    """
+    operands: dict[tuple[int, Einsum], list[int]] = collections.defaultdict(list)
+    for step in backward:
+        places = [place for place, number in enumerate(step.inputs) if number in gradients]
+        if isinstance(step.op, Einsum) and len(places) == 1:
+            (place,) = places
+            product = Einsum(swap_with_output(step.op.spec, place), step.op.dtype)
+            operands[step.inputs[place], product].append(place)
+    for (gradient, product), places in operands.items():
+        if has_slow_gradients(product, tuple(places)):
+            yield gradient
