@@ -714,7 +714,7 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     ("order", "out", "sizes", "nanoseconds"),
     [
         ("abcd", "bd", (64, 8, 64, 16), 512 * 30 + 2**19 * (0.6 + 7 / 64)),  # two runs are summed, none innermost
-        ("abcd", "ac", (64, 8, 64, 16), 2**15 * 10),  # the innermost run is summed
+        ("abcd", "ac", (64, 8, 64, 16), 2**15 * 10 + 2**12 * 37),  # the innermost run is summed, and another
         ("abcd", "cd", (64, 8, 64, 16), 30 + 512 * 2),  # one run, of neighbours
         ("abc", "ac", (64, 8, 64), 64 * 30 + 512 * 2),
         ("abcd", "bd", (64, 8, 0, 16), 512 * 30),  # nothing is summed
