@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 	@echo "$(VENV) is ready."
 
-# Two minutes. Everything, several times each (10 minutes): make demo DEMO=--full
+# Three minutes. Everything, several times each (8 minutes): make demo DEMO=--full
 demo: $(READY)
 	@$(BIN)/python -m planner demo $(DEMO)
 

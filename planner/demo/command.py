@@ -37,8 +37,8 @@ wrote, beside planner.contract, on the same arrays{sizes}.
   kept                    memory that the forward pass keeps for the backward pass
 """
 _SCALES: dict[Scale, str] = {
-    "main": "the main cases at their authors' sizes: two minutes (the default)",
-    "full": "all cases, measured at length: ten minutes",
+    "main": "the main cases at their authors' sizes: three minutes (the default)",
+    "full": "all cases, measured at length: eight minutes",
     "quick": "all cases at small sizes: a minute; the times say little",
 }
 _SIZES: dict[Scale, str] = {
@@ -47,8 +47,8 @@ _SIZES: dict[Scale, str] = {
     "quick": " at small sizes, where times say little",
 }
 _DURATIONS: dict[Scale, str] = {
-    "main": "It takes about two minutes on two quiet cores; slow ways run once, or on some of the rows.",
-    "full": "It takes about ten minutes on two quiet cores.",
+    "main": "It takes about three minutes on two quiet cores; slow ways run once, or on some of the rows.",
+    "full": "It takes about eight minutes on two quiet cores.",
     "quick": "It takes about a minute.",
 }
 
