@@ -16,6 +16,8 @@ from jax.experimental import jet, roofline, sparse  # noqa: E402
 from jax.extend.core import jaxprs_in_params  # noqa: E402
 from jax.sharding import AbstractMesh  # noqa: E402
 
+from planner.backends.jax.compiled.arrangement import is_derived_slowly  # noqa: E402
+from planner.backends.jax.evaluation import lowerer_of, plain_row  # noqa: E402
 from planner.workloads import WORKLOADS  # noqa: E402
 
 
@@ -282,23 +284,58 @@ def test_gradients_that_jax_derives_slowly_are_steps_of_ours(spec, a, b, xla_siz
         return value, pull(xs[-1])
 
     mine, native = (functools.partial(value_and_gradients, product) for product in (ours, theirs))
-    assert temp_bytes(mine, *xs, cotangent) <= temp_bytes(native, *xs, cotangent)
+    mine_bytes, native_bytes = (temp_bytes(each, *xs, cotangent) for each in (mine, native))
+    assert mine_bytes < native_bytes or (mine_bytes == native_bytes and spec == DERIVED[2][0])
     assert "planner_step" in operations(mine, *xs, cotangent)
     plan = planner.plan(spec, *(planner.Operand(x.shape, requires_grad=True) for x in xs), backend="jax")
     assert {step.choice.lowering for step in plan.steps} == {"matmul"}
 
 
+def test_gradients_on_a_card_are_those_of_jax():
+    """What XLA copies on a CPU says nothing of a card."""
+    spec, a, b = DERIVED[0]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in (a, b)]
+    plans = [planner.plan(spec, *operands, backend="jax", device=device) for device in ("cpu", "h100")]
+    rows = [plain_row(plan.steps[0].op, lowerer_of(plan)) for plan in plans]
+    assert rows == [None, "matmul"]
+
+
+def test_gradients_of_weak_operands_are_those_of_jax():
+    """They are weak, as those of einsum are."""
+    spec, a, b = DERIVED[1]
+    x, w = numbers(*a), jnp.full(b, 2.0)
+    assert w.weak_type
+    gradients = [jax.grad(lambda x, w, f=f: f(spec, x, w).sum(), (0, 1))(x, w) for f in (CONTRACT, EINSUM)]
+    assert [(y.weak_type, y.dtype) for y in gradients[0]] == [(y.weak_type, y.dtype) for y in gradients[1]]
+    assert all((y == z).all() for y, z in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "a", "b", "operands", "slowly"),
+    [
+        ("bnd, de -> bne", (8, 64, 64), (64, 256), (1,), True),  # JAX has bnd copied
+        ("bnd, de -> bne", (8, 64, 64), (64, 256), (0,), False),  # nothing is copied for this gradient
+        ("bnd, de -> bne", (2, 4, 4), (4, 4), (0, 1), False),  # too few elements
+        ("ij, jk -> ik", (512, 64), (64, 256), (0, 1), False),  # nothing is copied
+        ("abk, kc -> bac", (16, 16, 4), (4, 256), (0,), True),  # JAX has the result's gradient copied
+        ("vu, zui -> zvi", (16, 32), (1024, 32, 5), (0, 1), False),  # faster by the divisions alone
+        ("dce, cb -> bde", (8, 32, 8), (32, 8), (1,), False),  # faster, with more copies
+        ("ecb, acb -> bea", (4, 2, 8), (4, 2, 8), (1,), True),  # faster, with as many copies
+        ("ecd, ea -> dca", (8, 4, 8), (8, 64), (1,), False),  # the product needs the same copy
+    ],
+)
+def test_which_gradients_jax_derives_slowly(spec, a, b, operands, slowly):
+    assert is_derived_slowly(planner.resolve(spec, a, b), operands) is slowly
+
+
 def test_one_gradient_that_jax_derives_fast_is_its_own():
     """Of the same product, the gradient of the other operand is derived slowly."""
     spec, a, b = DERIVED[1]
-    for takes, steps in (((True, False), 0), ((False, True), 1)):
+    for takes in ((True, False), (False, True)):
         operands = [planner.Operand(x, requires_grad=t) for x, t in zip((a, b), takes, strict=True)]
-        plan = planner.plan(spec, *operands, backend="jax")
-        number = takes.index(True)
-        xs = numbers(*a), numbers(*b)
-        found = operations(jax.grad(lambda *xs, plan=plan: plan(*xs).sum(), number), *xs)
-        assert found.count("planner_step") >= steps
-        assert ("planner_step" in found) is bool(steps)
+        plan, number = planner.plan(spec, *operands, backend="jax"), takes.index(True)
+        found = operations(jax.grad(lambda *xs, plan=plan: plan(*xs).sum(), number), numbers(*a), numbers(*b))
+        assert ("planner_step" in found) is takes[1]
 
 
 CONTEXTS = {
@@ -316,6 +353,7 @@ CONTEXTS = {
     "bfloat16": lambda f, a, b: jax.grad(lambda a, b: f(a, b).astype("float32").sum(), (0, 1))(
         a.astype("bfloat16"), b.astype("bfloat16")
     ),
+    "an inner jit": lambda f, a, b: jax.grad(jax.jit(lambda a, b: (f(a, b) ** 2).sum()), (0, 1))(a, b),
     "one gradient outside of jit": lambda f, a, b: jax.grad(lambda b: f(a, b).sum())(b),
 }
 
@@ -323,6 +361,10 @@ CONTEXTS = {
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 def test_contexts_of_products_whose_gradients_are_steps_of_ours(context):
     spec, a, b = DERIVED[1]
+    ours = functools.partial(CONTRACT, spec)
+    found = operations(functools.partial(context, ours), numbers(*a), numbers(*b))
+    assert "planner_step" in found
+    assert "dot_general" not in found
     found, wanted = both(lambda einsum, a, b: context(functools.partial(einsum, spec), a, b), numbers(*a), numbers(*b))
     for got, known in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert got.dtype == known.dtype

@@ -402,6 +402,7 @@ XLA = {
         "abq[abc]d,abc->abd", ((2, 3, 90, 8), (2, 3, 40)), {"q": (2, 3, 40)}
     ),
     "gradients that JAX would derive slowly are steps of ours": ("bnd,de->bne", ((8, 64, 64), (64, 256)), {}),
+    "a matrix by a vector keeps the axes of the matrix in order": ("cba,c->ab", ((40, 110, 60), (40,)), {}),
     "such gradients of a value are, too": ("bnd,nd,de->bne", ((8, 64, 64), (64, 64), (64, 256)), {}),
     "sums copy the zeros that they share": (
         "b,q[a]ba,b,q[a]ba->", ((16,), (90, 16, 19), (16,), (90, 16, 19)), {"q": (19,)}

@@ -154,7 +154,8 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
     Args:
         op: the step.
         lower: chooses the implementations.
-        own: whether a product may be a step of ours, because that takes less time, or its gradients do.
+        own: whether a product may be a step of ours because it, or its gradients, take less time so. If the plan has no
+            gradient of it, both may be taken later: a function that `jit` or `checkpoint` traces is not told of them.
     """
     row = lower(op).lowering
     if not own:
@@ -166,7 +167,7 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
     plain = all(stock_kind(each) in PLAIN for each in gradients)
     plain = plain and all(choice.lowering in PLAIN for choice in planned.values())
     if plain and isinstance(lower, _Lowerer) and lower.target[0].kind == "cpu":
-        plain = not has_slow_gradients(op, tuple(planned))
+        plain = not (own and has_slow_gradients(op, tuple(planned) or tuple(range(len(gradients)))))
     return row if plain else None
 
 

@@ -278,17 +278,16 @@ def short_runs(spec: Spec) -> float:
 
 
 def has_slow_gradients(op: Einsum, operands: tuple[int, ...]) -> bool:
-    """Return whether gradients of a product take longer on a CPU where JAX derives them than as steps of ours.
+    """Return whether XLA for CPUs takes longer for gradients that JAX derives than for those that are steps of ours.
 
     Args:
-        op: the product.
+        op: the step.
         operands: the numbers of the operands whose gradients are computed.
     """
     if stock_kind(op) != "matmul":
         return False
-    products = {place: Einsum(swap_with_output(op.spec, place), op.dtype) for place in operands}
-    operands = tuple(place for place, each in products.items() if stock_kind(each) == "matmul")
-    return is_derived_slowly(op.spec, operands)
+    swapped = {place: Einsum(swap_with_output(op.spec, place), op.dtype) for place in operands}
+    return is_derived_slowly(op.spec, tuple(place for place in operands if stock_kind(swapped[place]) == "matmul"))
 
 
 def product_within(spec: Spec) -> Spec:

@@ -32,7 +32,8 @@ class Effort:
         long_seconds: a way whose forward and backward pass take longer than this is run once, unless they take less
             than half the time of a way before it.
         runs: the most runs behind a median.
-        timing_seconds: no further round of runs begins after this much time for each way.
+        timing_seconds: no further round of runs begins after this much time for each way, forward; the same with
+            gradients.
     """
 
     long_seconds: float
@@ -84,7 +85,7 @@ def _median_seconds(programs: Sequence[Callable[[], Any]], effort: Effort) -> li
     """Time programs in turn, round after round, so that whatever else disturbs the machine disturbs all of them.
 
     A run that does not count comes before each timed one: it pays for the memory that the program before gave back,
-    and wakes the threads. Programs of less than 20 ms are averaged over as many runs as take that long.
+    and wakes the threads. Programs of less than 20 ms are averaged over as many runs as take that long, at most 1,000.
     """
     begun = time.perf_counter()
     rounds: list[list[float]] = []
@@ -310,7 +311,9 @@ RUNS: dict[Framework, type[TorchRun] | type[JaxRun]] = {"torch": TorchRun, "jax"
 
 
 def measure_case(case: Case, scale: Scale = "main", starting: Callable[[Way], None] = lambda way: None) -> list[Row]:
-    """Measure the ways of a case: each by itself first, then all that take short in turn.
+    """Measure the ways of a case: memory and results of each, then the times of all that take short, in turn.
+
+    A way that runs on a part of the workload is timed by itself.
 
     Args:
         case: what to run.

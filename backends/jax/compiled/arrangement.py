@@ -60,11 +60,11 @@ _WORTH_DIFFERING, _SLACK = 0.4, 2**14
 # When 1.0 times the result's elements and 0.25 of all were enough, 7 of 94 permuted products took 1.2 to 3.3 times as
 # long as einsum's. Now 51 are permuted, of which one took 1.0 to 1.2 times as long (the products of `_IDLE`).
 _PERMUTED, _WORTH_PERMUTING, _LEAST_SAVED = 1.5, 0.5, 2**15
-# Gradients are steps of ours, and not derived by JAX, if that saves copies of so many elements, or the time of so many
-# and of this part of a product's elements. With gradients, 70 plans of the corpus at the cache scale then take 0.71 of
-# the time in the geometric mean, and 1.06 at most; 36 at the overhead scale 0.89 and 1.06 (jitted, one core of an AMD
-# EPYC 7003, JAX 0.10.2, 2026-12-01).
-_LEAST_DERIVED, _WORTH_DERIVING = (2**12, 2**13), 0.35
+# Gradients are steps of ours, and JAX does not derive them, if that saves copies of so many elements, or the time of so
+# many copied elements and of this part of all elements of the product. With gradients, 68 plans of the corpus at the
+# cache scale then take 0.70 of the time before in the geometric mean, and 1.06 at most; 35 at the overhead scale 0.89
+# and 1.06 (jitted, one core of an AMD EPYC 7003, JAX 0.10.2, 2026-12-01).
+_LEAST_COPIES, _LEAST_TIME, _WORTH_DERIVING = 2**12, 2**13, 0.35
 
 
 class _Arrangement(NamedTuple):
@@ -91,7 +91,7 @@ def arranged(spec: Spec, lean: bool = False) -> _Arrangement:
     fewest elements.
     """
     form = known_product(spec)
-    terms, free = [term_axes(term) for term in spec.terms], (form.left, form.right)
+    terms, free = [term_axes(term) for term in spec.terms], free_axes(spec)
 
     def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
         return [tuple(axis for axis in terms[place] if axis in group) for place in places]
@@ -101,7 +101,7 @@ def arranged(spec: Spec, lean: bool = False) -> _Arrangement:
         return _Arrangement(first, 1 - first, batch, contracted, copied)
 
     batches = orders(form.batch, (2, 0, 1))
-    straight = terms[2] == (*batches[0], *form.left, *form.right)
+    straight = terms[2] == (*batches[0], *free[0], *free[1])
     einsum = arrange(0 if straight else 1, batches[0], tuple(sorted(form.contracted)))
     choices = itertools.product((0, 1), dict.fromkeys(batches), dict.fromkeys(orders(form.contracted, (0, 1))))
     arrangements = [*itertools.starmap(arrange, choices)]
@@ -168,8 +168,8 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
     XLA turns a product round whose result is turned. Then the second factor comes first, whose terms it wrote before
     its columns, unless they stand behind them as they are.
     """
-    form, (first, second, _, contracted, _) = known_product(spec), arrangement
-    free, wide = (form.left, form.right), [wide_axes(term, spec) for term in spec.terms]
+    first, second, _, contracted, _ = arrangement
+    free, wide = free_axes(spec), [wide_axes(term, spec) for term in spec.terms]
     shared, rows, columns, summed = (
         wide_axes(group, spec) for group in (arrangement.batch, free[first], free[second], contracted)
     )
@@ -182,9 +182,9 @@ def _is_folded(spec: Spec, arrangement: _Arrangement) -> bool:
 
 def _is_turned(spec: Spec, arrangement: _Arrangement) -> bool:
     """Return whether the result has the one axis of the second factor before the one axis of the first."""
-    form, (first, second, batch, _, _) = known_product(spec), arrangement
+    first, second, batch, _, _ = arrangement
     shared, rows, columns = (
-        wide_axes(group, spec) for group in (batch, *((form.left, form.right)[i] for i in (first, second)))
+        wide_axes(group, spec) for group in (batch, *(free_axes(spec)[i] for i in (first, second)))
     )
     return len(rows) == len(columns) == 1 and wide_axes(spec.output, spec) == (*shared, *columns, *rows)
 
@@ -201,7 +201,7 @@ def _gathered(spec: Spec, arrangement: _Arrangement) -> float:
     if _is_turned(spec, arrangement):
         first, second = second, first
     rows, columns = form.sizes[1 + first], form.sizes[1 + second]
-    shared, own, summed = (wide_axes(group, spec) for group in (batch, (form.left, form.right)[second], contracted))
+    shared, own, summed = (wide_axes(group, spec) for group in (batch, free_axes(spec)[second], contracted))
     in_order = wide_axes(spec.inputs[second], spec) == (*shared, *summed, *own)
     copied = second == arrangement.second and second in arrangement.copied  # into this order
     if rows <= columns and (in_order or copied):
@@ -217,7 +217,7 @@ def _sums_well(spec: Spec, arrangement: _Arrangement) -> bool:
     is; if the matrix is copied and that axis is short, it should be the longer one.
     """
     form, (first, second, _, contracted, _) = known_product(spec), arrangement
-    free = (form.left, form.right)
+    free = free_axes(spec)
     matrix = first if form.sizes[1 + first] > 1 else second
     inner = wide_axes(spec.inputs[matrix], spec)[-1]
     if inner not in form.batch and (spec.size(inner) >= _VECTOR or matrix not in arrangement.copied):
@@ -297,45 +297,35 @@ def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Ter
 def is_derived_slowly(spec: Spec, operands: tuple[int, ...]) -> bool:
     """Return whether XLA computes gradients of a product clearly faster as steps of ours than where JAX derives them.
 
-    The steps then copy no more elements. They copy many elements less, or take much less time. They take less time also
-    if divisions cost nothing, see `_DIVIDED`: XLA saves some of these. If nothing is copied, XLA multiplies in the same
-    way in both cases.
+    The steps copy many elements less, or take much less time, and need no more copies. If nothing is copied, XLA
+    multiplies in the same way in both cases.
 
     Args:
         spec: the product.
         operands: the numbers of the operands whose gradients are computed.
     """
-    copies, time, divided, is_copied = 0, 0.0, 0.0, False
-    for operand in operands:
-        product = swap_with_output(spec, operand)
-        for arrangement, sign in ((_derived(spec, operand), 1), (arranged(product), -1)):
-            is_copied |= bool(arrangement.copied)
-            copies += sign * sum(_copies(product, arrangement).values())
-            divided += sign * _divisions(product, arrangement)
-            time += sign * (_excess(product, arrangement) - _shared(spec, product, 1 - operand, arrangement))
-    least_copies, least_time = _LEAST_DERIVED
-    worth = max(least_time, _WORTH_DERIVING * sum(math.prod(spec.shape(term)) for term in spec.terms))
-    saves = copies >= least_copies or time >= worth
-    return is_copied and saves and copies >= 0 < min(time, time - divided)
+    derived = [_burden(spec, operand, _derived(spec, operand)) for operand in operands]
+    own = [_burden(spec, operand, arranged(swap_with_output(spec, operand))) for operand in operands]
+    copies, time, divisions = (sum(each[i] for each in derived) - sum(each[i] for each in own) for i in range(3))
+    # XLA saves some divisions, so the time must be less without them, too.
+    if not any(copied for copied, *_ in derived) or copies < 0 or min(time, time - divisions) <= 0:
+        return False
+    elements = sum(math.prod(spec.shape(term)) for term in spec.terms)
+    return copies >= _LEAST_COPIES or time >= max(_LEAST_TIME, _WORTH_DERIVING * elements)
 
 
-def _derived(spec: Spec, operand: int) -> _Arrangement:
-    """Return the arrangement in which JAX derives the gradient of a product's operand.
+def _burden(spec: Spec, operand: int, arrangement: _Arrangement) -> tuple[int, float, float]:
+    """Return how many elements XLA copies for the gradient of an operand, its time, and that of its divisions.
 
-    It multiplies the result's gradient, with its axes in the order in which the product was computed, as the first
-    factor, and sums axes in the order in which they stand there.
+    Times are those of `_excess`. A copy that the product itself needs takes no time.
     """
-    form, (first, second, batch, _, _), product = known_product(spec), arranged(spec), swap_with_output(spec, operand)
-    free, kept = (form.left, form.right), {axis for axis in product.output if axis not in batch}
-    order, other = (*batch, *free[first], *free[second]), term_axes(spec.inputs[1 - operand])
-    rows, columns = (tuple(axis for axis in each if axis in kept) for each in (order, other))
-    contracted = tuple(axis for axis in order if axis not in product.output)
-    copied = _copied_places(product, operand, batch, rows, columns, contracted)
-    return _Arrangement(operand, 1 - operand, batch, contracted, copied)
+    product = swap_with_output(spec, operand)
+    time = _excess(product, arrangement) - _shared_time(spec, product, 1 - operand, arrangement)
+    return sum(_copies(product, arrangement).values()), time, _divisions(product, arrangement)
 
 
-def _shared(spec: Spec, product: Spec, place: int, arrangement: _Arrangement) -> float:
-    """Return how long the copy of an operand takes that a product and a gradient of it share, in copied elements."""
+def _shared_time(spec: Spec, product: Spec, place: int, arrangement: _Arrangement) -> float:
+    """Return how long a copy of an operand takes that a product and a gradient of it need, in copied elements."""
     before = arranged(spec)
     if place not in before.copied or place not in arrangement.copied:
         return 0.0
@@ -346,20 +336,41 @@ def _shared(spec: Spec, product: Spec, place: int, arrangement: _Arrangement) ->
     return _copy_time(given, wanted, spec.by_axis) + _division_time(given, groups, spec.by_axis)
 
 
+def _derived(spec: Spec, operand: int) -> _Arrangement:
+    """Return the arrangement in which JAX derives the gradient of a product's operand.
+
+    It multiplies the result's gradient, with its axes in the order in which the product was computed, as the first
+    factor, and sums axes in the order in which they stand there.
+    """
+    free, (first, second, batch, _, _), product = free_axes(spec), arranged(spec), swap_with_output(spec, operand)
+    order, other = (*batch, *free[first], *free[second]), term_axes(spec.inputs[1 - operand])
+    kept = {axis for axis in product.output if axis not in batch}
+    rows, columns = (tuple(axis for axis in each if axis in kept) for each in (order, other))
+    contracted = tuple(axis for axis in order if axis not in product.output)
+    copied = _copied_places(product, operand, batch, rows, columns, contracted)
+    return _Arrangement(operand, 1 - operand, batch, contracted, copied)
+
+
 @cached_by_step
 def permuted(spec: Spec) -> Spec | None:
     """Return a product with its result's axes in an order in which XLA multiplies clearly faster; None if none is.
 
     The axes of an operand stay in their order, and the result has one operand's axes before the other's.
     """
-    form, terms = known_product(spec), [term_axes(term) for term in spec.inputs]
-    left, right = ([axis for axis in terms[i] if axis in group] for i, group in ((0, form.left), (1, form.right)))
+    form, (left, right) = known_product(spec), free_axes(spec)
     batch = [axis for axis in term_axes(spec.output) if axis in form.batch]
     others = [dataclasses.replace(spec, output=(*batch, *one, *other)) for one, other in ((left, right), (right, left))]
     excess, best = min([(_excess(each, arranged(each)), each) for each in others], key=lambda pair: pair[0])
     elements = [math.prod(spec.shape(term)) for term in spec.terms]
     worth = max(_PERMUTED * elements[2] + _WORTH_PERMUTING * sum(elements), _LEAST_SAVED)
     return best if _excess(spec, arranged(spec)) - excess > worth else None
+
+
+def free_axes(spec: Spec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes that only one operand of a product has, in the order of each operand: so the product has them."""
+    first, second = map(term_axes, spec.inputs)
+    form = known_product(spec)
+    return tuple(e for e in first if e in form.left), tuple(e for e in second if e in form.right)
 
 
 def wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
@@ -388,8 +399,8 @@ def _groups(spec: Spec, arrangement: _Arrangement) -> dict[int, tuple[tuple[str,
 
     Axes of size 1 are left out.
     """
-    form, (first, second, batch, contracted, _) = known_product(spec), arrangement
-    rows, columns = (form.left, form.right)[first], (form.left, form.right)[second]
+    first, second, batch, contracted, _ = arrangement
+    rows, columns = (free_axes(spec)[i] for i in (first, second))
     groups = {first: (batch, rows, contracted), second: (batch, contracted, columns), 2: (batch, rows, columns)}
     return {place: tuple(wide_axes(group, spec) for group in each) for place, each in groups.items()}
 

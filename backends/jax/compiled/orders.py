@@ -1,4 +1,4 @@
-"""In which order XLA multiplies the axes of a product."""
+"""In which order XLA multiplies the axes of a product, and which products JAX does not derive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
-from planner.backends.jax.compiled.arrangement import arranged, wide_axes
+from planner.backends.jax.compiled.arrangement import arranged, free_axes, wide_axes
 from planner.backends.jax.products import has_slow_gradients
 from planner.language.cached import cached_by_step
 from planner.language.derive import swap_with_output
@@ -47,7 +47,7 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
     terms = [wide_axes(term, spec) for term in spec.inputs]
     derived = spec if gradient is None else swap_with_output(spec, gradient)
     form, (first, second, batch, contracted, _) = known_product(derived), arranged(derived)
-    free = [wide_axes(group, spec) for group in (form.left, form.right)]
+    free = [wide_axes(group, spec) for group in free_axes(derived)]
     batch, contracted, out = wide_axes(batch, spec), wide_axes(contracted, spec), wide_axes(spec.output, spec)
     if gradient is not None:
         if form.contracted or len((*free[0], *free[1])) != 1:  # else XLA drops the permutation
@@ -84,7 +84,7 @@ def dot_orders(spec: Spec, gradient: int | None, memory: tuple[tuple[str, ...], 
     return DotOrders(result, (factors[0], factors[1]), False, multiplied)
 
 
-def read_by_own(backward: Iterable[Step], gradients: Container[int | None]) -> Iterator[int]:
+def gradients_of_own_steps(backward: Iterable[Step], gradients: Container[int | None]) -> Iterator[int]:
     """Yield the gradients of products that are steps of ours because JAX would derive their gradients slowly.
 
     Args:

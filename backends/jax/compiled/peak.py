@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from planner.backends.common.stock_rows import KINDS
 from planner.backends.jax.compiled.arrangement import permuted, wide_axes
 from planner.backends.jax.compiled.buffers import Buffer, peak_bytes
-from planner.backends.jax.compiled.orders import DotOrders, dot_orders, read_by_own
+from planner.backends.jax.compiled.orders import DotOrders, dot_orders, gradients_of_own_steps
 from planner.backends.jax.guards import SMALL, compares_rows
 from planner.backends.jax.index import FEW
 from planner.backends.jax.ops import appends_nan
@@ -133,7 +133,7 @@ class _Compiled:
         uses: how often each variable is read; a result is read once more.
         gradients: the variables that are gradients.
         guarded: the variables of guards.
-        own: the gradients that steps of ours read: those of steps of ours.
+        own: the gradients of results that steps of ours compute: JAX derives none of the steps that read these.
         bad: what becomes of bad indices, see `IndexMode`.
         arrays: the index arrays, by name.
         constant: the constants.
@@ -175,7 +175,7 @@ class _Compiled:
                 self.guarded.update(step.inputs, step.outputs)
             elif step.choice.lowering not in PLAIN:
                 self.own.update(self.gradients & {*step.inputs})
-        self.own.update(read_by_own(backward, self.gradients))
+        self.own.update(gradients_of_own_steps(backward, self.gradients))
         self.bad = MODES[index_mode].bad
         self.zeros: dict[tuple[tuple[int, ...], int, Buffer], list[Buffer]] = {}
         self.masks: dict[tuple[Term, tuple[int, ...], int], tuple[Buffer, ...]] = {}
