@@ -285,7 +285,10 @@ def test_gradients_that_jax_derives_slowly_are_steps_of_ours(spec, a, b, xla_siz
 
     mine, native = (functools.partial(value_and_gradients, product) for product in (ours, theirs))
     mine_bytes, native_bytes = (temp_bytes(each, *xs, cotangent) for each in (mine, native))
-    assert mine_bytes < native_bytes or (mine_bytes == native_bytes and spec == DERIVED[2][0])
+    if spec == DERIVED[2][0]:  # it takes less time only
+        assert mine_bytes == native_bytes
+    else:
+        assert mine_bytes < native_bytes
     assert "planner_step" in operations(mine, *xs, cotangent)
     plan = planner.plan(spec, *(planner.Operand(x.shape, requires_grad=True) for x in xs), backend="jax")
     assert {step.choice.lowering for step in plan.steps} == {"matmul"}

@@ -22,8 +22,8 @@ _SHORT_RUN = 8
 # torch 2.13, 2026-11-30). These are the floats in 4 KiB, the length of a run up to which it takes no longer, and how
 # many times as long the longest runs take. Copies go in blocks.
 _FAR_ELEMENTS, _FAR_RUN, _MOST_FAR = 1024, 16, 4.0
-# A sum of neighbours that adds up other runs too takes so much more for each element of its result: 37 to 48 ns, with 2
-# to 8 runs of 4 to 128 neighbours (one core of an AMD EPYC 7003, torch 2.13, 2026-12-01).
+# A sum over the innermost run and another one takes so much more for each element of its result: 37 to 48 ns, with 2 to
+# 8 runs of 4 to 128 neighbours, where a loop took 30 ns (one core of an AMD EPYC 7003, torch 2.13, 2026-12-01).
 _ADDED_LOOPS = 37 / 30
 # Sums over two runs of which neither is innermost go element by element: the first for each element, the second for
 # each run of the inner one. One core of an AMD EPYC 7003, where a loop took 30 ns too, torch 2.13, 2026-11-29.

@@ -154,8 +154,8 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
     Args:
         op: the step.
         lower: chooses the implementations.
-        own: whether a product may be a step of ours because it, or its gradients, take less time so. If the plan has no
-            gradient of it, both may be taken later: a function that `jit` or `checkpoint` traces is not told of them.
+        own: whether a product may be a step of ours because it takes less time then, or its gradients do. A plan that
+            has no gradient of it counts as one with all: what `jit` or `checkpoint` traces is not told of gradients.
     """
     row = lower(op).lowering
     if not own:
@@ -164,11 +164,12 @@ def plain_row(op: Op, lower: Lowerer, own: bool = True) -> str | None:
         return None
     gradients = [Einsum(swap_with_output(op.spec, child), op.dtype) for child in range(len(op.spec.inputs))]
     planned = {child: lower.fixed[each] for child, each in enumerate(gradients) if own and each in lower.fixed}
-    plain = all(stock_kind(each) in PLAIN for each in gradients)
-    plain = plain and all(choice.lowering in PLAIN for choice in planned.values())
-    if plain and isinstance(lower, _Lowerer) and lower.target[0].kind == "cpu":
-        plain = not (own and has_slow_gradients(op, tuple(planned) or tuple(range(len(gradients)))))
-    return row if plain else None
+    rows = [*map(stock_kind, gradients), *(choice.lowering for choice in planned.values())]
+    if not {*rows} <= {*PLAIN}:
+        return None
+    on_cpu = isinstance(lower, _Lowerer) and lower.target[0].kind == "cpu"
+    operands = tuple(planned) or tuple(range(len(gradients)))
+    return None if own and on_cpu and has_slow_gradients(op, operands) else row
 
 
 def has_own_steps(plan: PlanRecord) -> bool:

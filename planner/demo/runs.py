@@ -32,8 +32,8 @@ class Effort:
         long_seconds: a way whose forward and backward pass take longer than this is run once, unless they take less
             than half the time of a way before it.
         runs: the most runs behind a median.
-        timing_seconds: no further round of runs begins after this much time for each way, forward; the same with
-            gradients.
+        timing_seconds: no further round of runs begins after this much time for each way. The forward passes are timed
+            first, then those with gradients.
     """
 
     long_seconds: float
@@ -145,8 +145,8 @@ class Run(abc.ABC):
             slowest_seconds: forward and backward pass of the slowest way before it.
 
         Returns:
-            The results, which of them differ, and the figures. The times are those of a single run: of the first if
-            it took long, which the figures then say.
+            The results, which of them differ, and the figures, with the times of a single run. `once` is set if the way
+            takes so long that it is not timed again.
         """
         found, figures = self.once()
         results = [np.asarray(x) for x in found]

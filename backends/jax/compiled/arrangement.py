@@ -297,7 +297,7 @@ def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Ter
 def is_derived_slowly(spec: Spec, operands: tuple[int, ...]) -> bool:
     """Return whether XLA computes gradients of a product clearly faster as steps of ours than where JAX derives them.
 
-    The steps copy many elements less, or take much less time, and need no more copies. If nothing is copied, XLA
+    The steps copy far fewer elements, or no more and take much less time. If nothing is copied for JAX's gradients, XLA
     multiplies in the same way in both cases.
 
     Args:
@@ -315,9 +315,9 @@ def is_derived_slowly(spec: Spec, operands: tuple[int, ...]) -> bool:
 
 
 def _burden(spec: Spec, operand: int, arrangement: _Arrangement) -> tuple[int, float, float]:
-    """Return how many elements XLA copies for the gradient of an operand, its time, and that of its divisions.
+    """Return how many elements XLA copies for an operand's gradient, what it takes besides multiplying, and to divide.
 
-    Times are those of `_excess`. A copy that the product itself needs takes no time.
+    Times are those of `_excess`. A copy that the product itself needs is made once, and takes no time here.
     """
     product = swap_with_output(spec, operand)
     time = _excess(product, arrangement) - _shared_time(spec, product, 1 - operand, arrangement)
@@ -339,7 +339,7 @@ def _shared_time(spec: Spec, product: Spec, place: int, arrangement: _Arrangemen
 def _derived(spec: Spec, operand: int) -> _Arrangement:
     """Return the arrangement in which JAX derives the gradient of a product's operand.
 
-    It multiplies the result's gradient, with its axes in the order in which the product was computed, as the first
+    JAX multiplies the result's gradient, with its axes in the order in which the product was computed, as the first
     factor, and sums axes in the order in which they stand there.
     """
     free, (first, second, batch, _, _), product = free_axes(spec), arranged(spec), swap_with_output(spec, operand)
