@@ -14,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.torch import eager, ops  # noqa: E402
-from planner.backends.torch.products import batches, einsum  # noqa: E402
+from planner.backends.torch.products import batches, copied, einsum  # noqa: E402
 from planner.backends.torch.products.copied import COPY_FIRST, ONE_COPY, copying_ops  # noqa: E402
 from planner.backends.torch.products.einsum import EINSUM  # noqa: E402
 from planner.backends.torch.products.elementwise import SUM_SLICES  # noqa: E402
@@ -195,6 +195,41 @@ def test_copies_have_the_order_of_memory(spec, shapes, number, copy):
     op, copied = copies_of_product(spec, shapes, math.prod(shapes[number]))
     assert (copying_ops(op) is not ops.OPS) == (copy is not None)
     assert copied == ([] if copy is None else [copy])
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "by_einsum"),
+    [
+        ("hnjd,nkdj->nhk", [(4, 16, 64, 32), (16, 2, 32, 64)], False),
+        ("kc,ikac->ia", [(32, 16), (16, 32, 16, 16)], False),
+        ("hnjd,nkdj->nhk", [(4, 16, 16, 32), (16, 2, 32, 16)], True),  # few elements
+        ("hnjd,nkdj->nhk", [(4, 16, 8, 32), (16, 32, 32, 8)], True),  # a short run
+    ],
+)
+def test_large_operands_are_copied_in_their_order_in_place_of_einsum(spec, shapes, by_einsum):
+    operands = [integers(*shape) for shape in shapes]
+    planner.contract(spec, *operands)
+    with torch.profiler.profile() as recorded:
+        found = planner.contract(spec, *operands)
+    assert ("aten::einsum" in [event.name for event in recorded.events()]) == by_einsum
+    assert torch.equal(found, torch.einsum(spec, *operands))
+
+
+@settings(max_examples=examples(60, 2_000))
+@given(permuted_products())
+def test_copies_in_an_operands_order_and_einsums_give_the_same_result(product):
+    """Strides too: the calls are shared by the sizes of a family."""
+    first, second, out, sizes, lies = product
+    operands = [lying(term, sizes, lie, torch.float32) for term, lie in zip((first, second), lies[:2], strict=True)]
+    results = []
+    for least in (0, 2**60):
+        planner.caches().clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copied, "_LEAST_COPIED", least)
+            patch.setattr(copied, "_LEAST_RUN", 1)
+            results.append(planner.contract(f"{first},{second}->{out}", *operands))
+    assert torch.equal(*results)
+    assert results[0].stride() == results[1].stride()
 
 
 def test_copies_read_in_the_shortest_strides():

@@ -351,7 +351,7 @@ class _Compiler:
                 return last, result
             cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
             plain, slow = matrix_product(form, spec), recorded and einsum.has_slow_gradients(op, standins)
-            calls = (None if slow else plain) or (None if cut else einsum.one_call(op, standins, recorded)) or plain
+            calls = (None if slow else plain) or (None if cut else copied.one_call(op, standins, recorded)) or plain
             if calls is None and not result.copied:  # then looks at strides can be left out
                 calls = OPS.product_of_views(form, spec, recorded)
             return calls or OPS.product(form, spec), result
