@@ -655,8 +655,9 @@ def test_peaks_of_summed_gradients_are_those_of_who_computes_them(spec, shapes, 
     [
         ("bhid, r[ij]d -> bhij", [(2, 4, 8, 16), (31, 16)], (8, 8), True),
         ("bhd, p[bt]shd -> bhts", [(4, 4, 16), (32, 8, 4, 16)], (4, 4), True),  # the rows are copied
-        ("bhd, p[bt]shd -> bhts", [(4, 4, 64), (32, 8, 4, 64)], (4, 16), False),  # too many to be copied by einsum
+        ("bhd, p[bt]shd -> bhts", [(4, 4, 64), (32, 8, 4, 64)], (4, 16), False),  # the rows are copied in their order
         ("tki, e[tk]io -> tko", [(6, 2, 4), (5, 4, 3)], (6, 2), True),
+        ("bnhj, q[h]bj -> nb", [(4, 64, 16, 8), (3, 4, 8)], (16,), True),  # einsum copies 32,768 elements
     ],
 )
 def test_small_products_of_rows_are_a_take_and_one_call_of_einsum(spec, shapes, rows, by_einsum):

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from planner.backends.common.stock import count_views, evaluation
-from planner.backends.common.stock_layout import product_copies, stock_layout
+from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.conjugates import conjugates_much
 from planner.backends.torch.indexed_rows import INDEXED, MOST_PUT, Reads, indexed_calls
@@ -77,8 +77,6 @@ MOST_SMALL_SECONDS = 2e-4
 MOST_VECTORS = 2**20
 # A plan with index arrays that was made for autograd may keep a copy of so many bytes that einsum would not make.
 MOST_EXTRA_COPY = 2**14
-# Products that read rows, and copy operands, run as a take and one call of einsum up to so many multiplications.
-MOST_SCATTERED_ROWS = 2**14
 # What a Function takes beside its steps, 35 us on an AMD EPYC and 75 on an Intel Xeon (torch 2.13, 2026-11-28), and for
 # each index array: they are brought into range and looked at.
 FUNCTION_SECONDS, GUARDED_SECONDS = 75e-6, 30e-6
@@ -375,7 +373,7 @@ class _Compiler:
     def _take_then_multiply(
         self, op: Op, standins: Sequence[Strided], root: bool
     ) -> tuple[Callable[..., Tensor], Strided] | None:
-        """Return the calls of a product that takes rows first; None if it adds up rows, or copies large operands."""
+        """Return the calls of a product that takes rows first; None if it adds up rows."""
         inner = Einsum(product_of_rows(op.spec), op.dtype)
         form = product_form(inner.spec)
         if form is None or inner.spec.gathers or indexed_dims(op.spec.output):
@@ -388,10 +386,6 @@ class _Compiler:
                 return None
             takes.append(made)
         (first, a), (second, b) = takes
-        planned = inner.with_layouts(layout_of(x.shape, x.strides) for x in (a, b))
-        copies = any(product_copies(form, inner.spec, planned.layouts or (None, None)))
-        if copies and joint_elements(inner.spec) > MOST_SCATTERED_ROWS:
-            return None
         if (product := self._step(inner, (a, b), True, root)) is None:
             return None
         multiply, result = product
