@@ -253,7 +253,7 @@ class NumpyBackend(Backend):
         index, views = _views(plan, operands, indices)
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
-            return partial(self.table.run, step.choice.lowering, step.op, inputs, index)
+            return partial(self.table.rows[step.choice.lowering].prepared(step.op), inputs, index)
 
         return Stepwise(dict(enumerate(views)), bind, index.orders)
 

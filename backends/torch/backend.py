@@ -51,7 +51,7 @@ from planner.kernels.tiled_product.triton_tiles import triton_version
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
-from planner.program.calls import Member, RunPlan, SizeReader, Stepwise
+from planner.program.calls import Member, Run, RunPlan, SizeReader, Stepwise
 from planner.program.contraction import Contraction
 from planner.program.frameworks import Backend, KeptCopies, labelled
 from planner.program.implementations import Table
@@ -352,11 +352,14 @@ class TorchBackend(Backend):
             else:
                 values = executable.backward_values(gradient, operands, index, kept or {})
 
-        def run(step: Step, inputs: Sequence[Tensor]) -> Any:
+        def run(step: Run, inputs: Sequence[Tensor]) -> Any:
             with torch.no_grad(), as_planned():
-                return self.table.run(step.choice.lowering, step.op, inputs, index)
+                return step(inputs, index)
 
-        return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
+        def bind(step: Step, inputs: Sequence[Tensor]) -> partial[Any]:
+            return partial(run, self.table.rows[step.choice.lowering].prepared(step.op), inputs)
+
+        return Stepwise(values, bind, index.orders)
 
 
 _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
