@@ -238,6 +238,15 @@ def test_measured_rates_are_rates(monkeypatch):
     assert rates.read(lab.key) == device
 
 
+def test_a_launch_that_was_disturbed_is_measured_again(monkeypatch):
+    lab, launches, ticks = labs.Lab(), iter([10e-6, 3e-6]), iter(range(10**9))
+    lab.is_tiny = True
+    monkeypatch.setattr(measurements, "_launch_seconds", lambda lab: next(launches))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
+    assert measurements.measure(lab).launch_seconds == 3e-6
+    assert next(launches, None) is None
+
+
 def test_a_card_is_measured_in_all_its_rates(monkeypatch):
     """A CPU stands in for the card, at tiny sizes with interpreted kernels; what is measured can be stored."""
     pytest.importorskip("triton", reason="triton is not installed")

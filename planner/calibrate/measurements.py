@@ -199,12 +199,15 @@ def _matrix_seconds(lab: Lab) -> float:
 
 
 def _loop_seconds(lab: Lab, device: Device) -> float:
-    """Measure what elementwise loops over short runs take, by the part of the prices of such steps that it makes up."""
+    """Measure what elementwise loops over short runs take, by the part of the prices of such steps that it makes up.
+
+    Results fit in a cache. Of larger ones the time is mostly that of memory, and an error in it would count as loops.
+    """
     if lab.key.kind != "cpu" or lab.framework == "jax":  # XLA compiles its loops
         return device.loop_seconds
-    count, table = (10 if lab.is_tiny else 4096), load_backend(lab.framework).table
+    count, table = (10 if lab.is_tiny else 2048), load_backend(lab.framework).table
     ratios = []
-    for text, size in (("nik,nkj->nij", 32), ("nik,nkj->nij", 3), ("ni,nj->nij", 32), ("ni,nj->nij", 3)):
+    for text, size in (("nik,nkj->nij", 8), ("nik,nkj->nij", 3), ("ni,nj->nij", 8), ("ni,nj->nij", 3)):
         shapes = [(count, size, 1), (count, 1, size)] if "k" in text else [(count, size), (count, size)]
         op = Einsum(resolve(text, *shapes), "float32")
         free, priced = (
