@@ -76,7 +76,7 @@ _COMMON = {
 }
 # `make test` and CI draw the same examples in every run and on every machine, and remember none: a test that fails does
 # so because of the change that it is run on.
-hypothesis.settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
+hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 # `make mutants` wants one failure, not the least one.
 _FEW = {"max_examples": 30, "phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate)}
 hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("ci"), **_FEW)

@@ -38,7 +38,7 @@ from planner.testing import problems
 
 RANKS = 4
 MESHES = {"line": (4,), "grid": (2, 2)}
-DRAWN = examples(20, 200)
+DRAWN = examples(10, 200)
 R = Replicate()
 MESH = {}  # by the names of MESHES, in each process
 

@@ -61,7 +61,7 @@ def assert_faithful(plan, found):
 def drawn(engine, **jax):
     """Draw problems; in JAX, which compiles each, fewer of them and some options."""
     few = jax if engine.name == "jax" else {}
-    count = examples(6, 60) if engine.name == "jax" else examples(40, 400)
+    count = examples(6, 60) if engine.name == "jax" else examples(20, 400)
     return lambda law: settings(max_examples=count)(given(exact_problems(min_operands=2, max_axes=4, **few))(law))
 
 

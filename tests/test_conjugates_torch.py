@@ -32,7 +32,7 @@ def gradients_and_peak(call, operands):
     return torch.autograd.grad(result, of, gradient), torch_backward_memory(call, of, gradient)[1].peak_bytes
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @given(st.data())
 def test_gradients_take_no_more_than_the_plan_says(data):
     """They are those of einsum, too."""

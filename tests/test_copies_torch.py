@@ -64,7 +64,7 @@ def lying(term, sizes, order, dtype):
     return integers(*(sizes[term[d]] for d in order), dtype=dtype).permute(back)
 
 
-@settings(max_examples=examples(150, 5_000))
+@settings(max_examples=examples(75, 5_000))
 @given(products(), st.sampled_from([torch.float32, torch.complex64, torch.int64]))
 def test_products_and_both_gradients_are_those_of_einsum_however_arrays_lie(product, dtype):
     """The memory of the copies is what the rows say, and results lie as they say."""
@@ -96,7 +96,7 @@ def test_products_and_both_gradients_are_those_of_einsum_however_arrays_lie(prod
         assert all(layout_of(x.shape, x.stride()) == layout for x, layout in zip(found, said, strict=True))
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @given(permuted_products())
 def test_plans_for_the_least_peak_need_no_more_than_einsum(product):
     """However two operands lie: einsum itself is an implementation."""
@@ -215,7 +215,7 @@ def test_large_operands_are_copied_in_their_order_in_place_of_einsum(spec, shape
     assert torch.equal(found, torch.einsum(spec, *operands))
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @given(permuted_products())
 def test_copies_in_an_operands_order_and_einsums_give_the_same_result(product):
     """Strides too: the calls are shared by the sizes of a family."""
@@ -442,7 +442,7 @@ def products_by_element(draw):
     return *terms, sizes, [lies, draw(st.permutations(range(len(second))))]
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @example(("ui", "vi", "iuv", {"u": 4, "v": 5, "i": 2}, [(0, 1), (0, 1)]), COPY_FIRST, torch.float32)
 @given(
     products_by_element(),
@@ -575,7 +575,7 @@ def test_an_extra_copy_that_autograd_keeps_is_small(shape, pool, rows, by_autogr
     assert torch.equal(found, torch.einsum("nbhd,bnih->nbdi", operands[0], operands[1][index]))
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @example(("ca", "abd", "dcb", {"a": 10, "b": 16, "c": 2, "d": 16}, [(0, 1), (0, 2, 1), (0, 1, 2)]))
 @example(
     (

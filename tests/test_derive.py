@@ -32,7 +32,7 @@ def test_transpose_is_the_oracles_gradient():
     """In every operand; then <y', f(x)> = <f^T(y'), x>, and a transpose twice is the spec."""
     floors = Floors()
 
-    @settings(max_examples=examples(200, 4_000))
+    @settings(max_examples=examples(100, 4_000))
     @given(exact_sums())
     def law(case):
         spec, operands, indices = resolved_call(case)
@@ -50,7 +50,7 @@ def test_transpose_is_the_oracles_gradient():
         floors.note(nonzero=pairing != 0, gather=bool(indices))
 
     law()
-    floors.at_least(examples(150, 3_000), nonzero=0.2, gather=0.5)
+    floors.at_least(examples(75, 3_000), nonzero=0.2, gather=0.5)
 
 
 @pytest.mark.parametrize("derive", [planner.transpose, planner.batched], ids=["transpose", "batched"])
@@ -61,7 +61,7 @@ def test_what_is_not_resolved_is_refused(derive, spec):
     assert derive(planner.resolve("q[]->", (4,), q=()), 0).gathers
 
 
-@settings(max_examples=examples(100, 2_000))
+@settings(max_examples=examples(50, 2_000))
 @given(exact_sums(), st.integers(0, 3), st.data())
 def test_batched_is_a_loop(case, size, data):
     spec, operands, indices = resolved_call(case)
@@ -81,7 +81,7 @@ def test_batched_is_a_loop(case, size, data):
         assert_equal((got[b], got.dtype.name), wanted, "int64")
 
 
-@settings(max_examples=examples(200, 2_000))
+@settings(max_examples=examples(100, 2_000))
 @given(exact_sums(max_size=3, max_operands=3), st.data())
 def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
     spec, operands, indices = resolved_call(case)

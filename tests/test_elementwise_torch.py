@@ -49,7 +49,7 @@ def products(draw):
     return f"{left}z,{right}z->{out}z", sizes
 
 
-@settings(max_examples=examples(150, 5_000))
+@settings(max_examples=examples(75, 5_000))
 @example(("kz,kz->z", {"k": 3, "z": 0}), "float32", (False, False))
 @example(("aikz,kjz->aijz", {"a": 0, "i": 2, "j": 3, "k": 3, "z": 5}), "float32", (False, False))
 @given(products(), st.sampled_from(DTYPES), st.tuples(st.booleans(), st.booleans()))
@@ -198,7 +198,7 @@ def vector_products(draw):
     return f"{','.join(terms)}->{out}", sizes
 
 
-@settings(max_examples=examples(40, 1_000))
+@settings(max_examples=examples(20, 1_000))
 @example(("ai,ai->a", {"a": 4096, "i": 512}), "float32", (False, False))
 @example(("ai,a->i", {"a": 3, "i": 2**20}), "float64", (True, False))
 @given(vector_products(), st.sampled_from(DTYPES), st.tuples(st.booleans(), st.booleans()))

@@ -51,7 +51,7 @@ def matrices(draw):
     return lead, max(1, min(rows, 99) if lead == (500,) else rows), columns, terms
 
 
-@settings(max_examples=examples(60, 1_000))
+@settings(max_examples=examples(30, 1_000))
 @given(matrices(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_products_are_those_of_torch(sizes, turned, second_turned, grad_a, grad_b):
     """And so are their strides, gradients, and what autograd keeps."""
@@ -74,7 +74,7 @@ def test_products_are_those_of_torch(sizes, turned, second_turned, grad_a, grad_
             assert ours.stride() == theirs.stride() or 1 in ours.shape
 
 
-@settings(max_examples=examples(40, 500))
+@settings(max_examples=examples(20, 500))
 @given(matrices(), st.booleans(), st.booleans())
 def test_they_take_the_memory_that_the_price_says(sizes, turned, second_turned):
     lead, rows, columns, terms = sizes

@@ -87,7 +87,7 @@ def resized(spec, draw_size):
 
 
 @pytest.mark.parametrize("objective", ADDITIVE)
-@settings(max_examples=examples(120, 2000))
+@settings(max_examples=examples(60, 2000))
 @given(
     problems(min_operands=1, max_operands=3),
     st.sampled_from(installed_frameworks()),
@@ -116,7 +116,7 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
             assert unpack(edge.key)[:1] >= least[:1], (str(edge.op), least, unpack(edge.key))
 
 
-@settings(max_examples=examples(300, 5000))
+@settings(max_examples=examples(150, 5000))
 @example(Device("an h200", 1e13, 1e12, kind="cuda", capability=90), (30_000,) * 3, "float32", True)
 @given(DEVICES, st.tuples(SIZES, SIZES, SIZES), st.sampled_from(("float32", "float64", "bfloat16")), st.booleans())
 def test_no_kernel_multiplies_faster_than_bounds_assume(device, sides, dtype, grouped):
@@ -155,7 +155,7 @@ def products(draw):
     return op.with_layouts(permuted(None, draw(st.permutations(range(len(shape)))), shape) for shape in shapes)
 
 
-@settings(max_examples=examples(300, 5000))
+@settings(max_examples=examples(150, 5000))
 @given(products(), st.sampled_from(installed_frameworks()), DEVICES, st.sampled_from(OBJECTIVES))
 def test_products_that_a_key_leaves_out_are_not_the_best(op, backend, device, objective):
     table, key = load_backend(backend).table, step_key(objective)
@@ -176,7 +176,7 @@ def free_leaves(operands):
 
 
 @pytest.mark.parametrize("objective", ADDITIVE)
-@settings(max_examples=examples(60, 2000))
+@settings(max_examples=examples(30, 2000))
 @given(problems(min_operands=2, max_operands=5), st.sampled_from(installed_frameworks()), DEVICES, st.data())
 def test_numpy_lists_and_bounds_the_steps_of_gathers_that_are_listed_one_by_one(objective, case, backend, device, data):
     shapes = {name: index.shape for name, index in case.indices.items()}
@@ -328,7 +328,7 @@ def test_no_naive_plan_needs_less_than_its_bound():
     """The bound spares most of the naive plans that plans are compared with, so it is often what the plan needs."""
     floors = Floors()
 
-    @settings(max_examples=examples(120, 1200))
+    @settings(max_examples=examples(60, 1200))
     @example(Problem("q[a] b, b -> q[a]", ((2, 2), (2,)), indices={"q": np.zeros(0, np.int64)}), "numpy", False)
     @given(problems(max_operands=3, mixed_dtypes=True), st.sampled_from(installed_frameworks()), st.booleans())
     def holds(case, backend, as_run):

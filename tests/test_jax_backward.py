@@ -70,7 +70,7 @@ def differentiated(plan, indices):
     return gradients, (operands, indices, jax.ShapeDtypeStruct(plan.resolved.spec.output_shape, plan.dtype))
 
 
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(problems(index_modes=["clip"]), st.sampled_from(["time", "peak", "flops", "retained"]))
 def test_steps_of_the_backward_pass_are_those_of_the_plan(problem, minimize):
     operands = [planner.Operand(x, requires_grad=True) for x in problem.shapes]

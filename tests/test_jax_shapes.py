@@ -357,7 +357,7 @@ def ties(problem, spec):
     return dims, find
 
 
-@settings(max_examples=examples(20, 200))
+@settings(max_examples=examples(10, 200))
 @given(
     exact_problems(max_operands=3, max_axes=4, max_size=3, without=("size zero", "odd axes", "sizes tuple")),
     st.data(),

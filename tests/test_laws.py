@@ -239,14 +239,14 @@ def gradients_of_unread_rows(engine, problem):
 # far from their means (43 to 87 had gathers where 75 are the mean): three parts have three operands, three gathers.
 JAX_PARTS = [
     (
-        examples(60, 2_000),
+        examples(30, 2_000),
         {"min_operands": least, "max_operands": examples(3, 4), "max_axes": 5, "max_size": 3, "gathers": gathers},
         {"three_operands": 0.95 if least == 3 else 0.1, "gather": 0.95 if gathers else 0.25,
          "scatter": examples(2, 5) / 100 if gathers else 0},
     )
     for least, gathers in ((3, True), (3, None), (3, True), (1, None), (1, True))
 ]  # fmt: skip
-WHOLE = (examples(220, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
+WHOLE = (examples(110, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
 
 
 @in_each(numpy=WHOLE, torch=WHOLE, jax=JAX_PARTS)
@@ -268,12 +268,12 @@ def test_values_and_gradients_as_users_compile_them(engine):
     pytest.importorskip("jax", reason="jax is not installed")
     nothing = {"kbl,kbl->b": [(2, 3, 0)] * 2, "ikj,kj->ik": [(0, 2, 3), (2, 3)], "jk,ijkl->il": [(0, 1), (2, 0, 1, 3)]}
     pinned = [Problem(spec, tuple(shapes)) for spec, shapes in nothing.items()]
-    hold(engine, values_and_gradients, exact_problems(max_operands=3, gathers=True), examples(20, 500), pinned=pinned)
+    hold(engine, values_and_gradients, exact_problems(max_operands=3, gathers=True), examples(10, 500), pinned=pinned)
 
 
 @in_each(
-    numpy=(examples(25, 800), "float64 float16 int64 int32 int8 complex64 complex128"),
-    torch=(examples(25, 800), "float64 float16 bfloat16 complex64 complex128 int64 int32 int8 uint8"),
+    numpy=(examples(12, 800), "float64 float16 int64 int32 int8 complex64 complex128"),
+    torch=(examples(12, 800), "float64 float16 bfloat16 complex64 complex128 int64 int32 int8 uint8"),
     jax=(examples(10, 400), "float64 float16 bfloat16 int64 int32 complex64 complex128"),
 )
 def test_values_and_gradients_in_each_dtype(engine, sample):
@@ -283,7 +283,7 @@ def test_values_and_gradients_in_each_dtype(engine, sample):
         hold(engine, in_some_strides, exact_problems((dtype,), max_size=3, **small), count)
 
 
-@in_each(numpy=examples(60, 1_000), torch=examples(60, 1_000), jax=examples(20, 400))
+@in_each(numpy=examples(30, 1_000), torch=examples(30, 1_000), jax=examples(10, 400))
 def test_mixed_dtypes_promote_as_the_framework_does(engine, sample):
     dtypes = ("float32", "float64", "float16", "int32", "complex64")
     if engine.name == "jax":  # 64 bits are a setting there
@@ -297,28 +297,28 @@ def in_double_precision(engine, problem):
     return [ask._replace(expected=[(*ask.expected[0][:2], "float64"), *ask.expected[1:]]) for ask in asks]
 
 
-@in_each(numpy=examples(60, 1_000), torch=examples(60, 1_000))
+@in_each(numpy=examples(30, 1_000), torch=examples(30, 1_000))
 def test_dtype_is_the_dtype_of_the_result(engine, sample):
     hold(engine, in_double_precision, exact_problems(max_size=3), sample)
 
 
-@in_each(numpy=examples(60, 2_000), torch=examples(40, 2_000), jax=examples(15, 400))
+@in_each(numpy=examples(30, 2_000), torch=examples(20, 2_000), jax=examples(15, 400))
 def test_every_plan_gives_the_same_values_and_gradients(engine, sample):
     hold(engine, every_plan, exact_problems(**engine.smaller), sample)
 
 
-@in_each(numpy=examples(60, 1_000), torch=examples(60, 1_000), jax=examples(20, 400))
+@in_each(numpy=examples(30, 1_000), torch=examples(30, 1_000), jax=examples(10, 400))
 def test_prepared_indices_give_the_same_values_and_gradients(engine, sample):
     hold(engine, prepared, exact_problems(gathers=True, **engine.smaller), sample)
 
 
-@in_each(torch=(examples(60, 1_000), {}), jax=(examples(25, 500), {"max_axes": 4, "max_size": 3, "max_operands": 3}))
+@in_each(torch=(examples(30, 1_000), {}), jax=(examples(12, 500), {"max_axes": 4, "max_size": 3, "max_operands": 3}))
 def test_vmap_is_a_loop(engine, sample):
     count, small = sample
     hold(engine, mapped, exact_problems(**small), count)
 
 
-@in_each(torch=examples(60, 500), jax=examples(20, 500))
+@in_each(torch=examples(30, 500), jax=examples(10, 500))
 def test_forward_mode(engine, sample):
     hold(engine, forward_mode, exact_problems(slack=8, **engine.smaller), sample)
 
@@ -334,7 +334,7 @@ def test_second_derivatives(engine, sample):
     small = {"max_operands": 3, "max_axes": 3, "max_size": 2, "max_value": 2, "without": ("size zero",)}
     drawn = exact_problems(dtypes, slack=16, min_operands=least, **small).filter(lambda problem: problem.wanted)
     shares = {"gather": 0.2, "nonzero": 0.3, "three_operands": 0.2}
-    hold(engine, second_derivatives, drawn, examples(30, 500), pinned=[pinned], **shares)
+    hold(engine, second_derivatives, drawn, examples(15, 500), pinned=[pinned], **shares)
 
 
 @in_each("torch")
@@ -352,7 +352,7 @@ def test_output_gradients_in_any_strides(engine):
 
         return asked(engine, problem, run, expected=oracle(engine, problem, gout=gout))
 
-    hold(engine, law, exact_problems().filter(lambda problem: problem.wanted), examples(60, 2_000))
+    hold(engine, law, exact_problems().filter(lambda problem: problem.wanted), examples(30, 2_000))
 
 
 @in_each(numpy=laws.OBJECTIVES, torch=laws.OBJECTIVES, jax=("time",))
@@ -443,7 +443,7 @@ def test_prepared_positions_count_from_the_first_row(low):
     assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
 
 
-@in_each(numpy=examples(80, 3_000), torch=examples(60, 2_000), jax=examples(20, 1_000))
+@in_each(numpy=examples(40, 3_000), torch=examples(30, 2_000), jax=examples(10, 1_000))
 def test_an_index_out_of_range_reads_nan(engine, sample):
     """Values are NaN where they depend on it; gradients leave it out, and so does what is added in the output."""
     kinds = ("float32",) if engine.name == "jax" else ("float32", "complex64", "int32")
@@ -471,7 +471,7 @@ def test_an_index_out_of_range_reads_nan(engine, sample):
 GROUPED = "nij, q[n]jk -> nik"
 
 
-@in_each(numpy=examples(60, 2_000), torch=examples(60, 2_000), jax=examples(30, 2_000))
+@in_each(numpy=examples(30, 2_000), torch=examples(30, 2_000), jax=examples(15, 2_000))
 def test_rows_that_no_index_names_never_matter(engine, sample):
     """In any spec, and where grouped kernels run."""
     pinned = [
@@ -493,7 +493,7 @@ def test_rows_that_no_index_names_never_matter(engine, sample):
     hold(engine, unread_rows, drawn, sample, pinned=pinned, note=note, unread=0.5 if engine.name == "torch" else 0.4)
 
 
-@in_each(torch=examples(40, 2_000), jax=examples(20, 1_000))
+@in_each(torch=examples(20, 2_000), jax=examples(10, 1_000))
 def test_gradients_of_rows_that_no_index_names_stay_zero(engine, sample):
     pinned = [
         # Contracted whole, and then taken: zero gradients of unread rows meet the infinity.

@@ -106,7 +106,7 @@ def test_integers_under_jit_need_a_mode():
 # -- the kernels run -----------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40, 400))
+@settings(max_examples=examples(20, 400))
 @given(
     st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["batch", "left", "right", "summed"]), min_size=1),
     st.sampled_from(["float32", "bfloat16", "int32", "complex64", "bool"]),

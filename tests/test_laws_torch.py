@@ -104,7 +104,7 @@ def test_every_lowering_agrees():
                 assert all(torch.equal(x, y) for x, y in zip(results, outcomes[0], strict=True)), str(op)
 
     law = given(exact_problems(max_operands=2, without=("scalar", "size one")))(agree)
-    settings(max_examples=examples(300, 3_000))(law)()
+    settings(max_examples=examples(150, 3_000))(law)()
     agree(Problem("ab -> aba", ((3, 2),)))
     agree(Problem("zkb, zkn -> zbn", ((2, 64, 128), (2, 64, 3))))  # transposed
     agree(Problem("bhid, jhd -> bhij", ((2, 3, 4, 5), (6, 3, 5))))  # the output's gradient is copied for both gradients
@@ -340,7 +340,7 @@ def assert_keeps_what_the_plan_keeps(spec, operands, indices, **options):
     assert counter.get_total_flops() == product_flops(plan, plan.programs.backward)
 
 
-@settings(max_examples=examples(60, 2_000))
+@settings(max_examples=examples(30, 2_000))
 @given(problems(strided=None))
 def test_gathers_of_good_indices_keep_what_the_plan_keeps(problem):
     """Of index arrays that torch can save as they are, so that some plans run as native calls."""

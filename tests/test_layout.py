@@ -53,7 +53,7 @@ def spec_of(array):
     return Spec((letters(array.ndim),), (), tuple(zip(letters(array.ndim), array.shape, strict=True)))
 
 
-@settings(max_examples=examples(300, 10_000))
+@settings(max_examples=examples(150, 10_000))
 @given(arrays(), st.randoms(use_true_random=False))
 def test_what_flattens_can_be_viewed(torch, array, random):
     order = random.sample(range(array.ndim), array.ndim)
@@ -69,7 +69,7 @@ def test_what_flattens_can_be_viewed(torch, array, random):
     assert found == viewable or (viewable and strides_of(array).count(0) > 1)
 
 
-@settings(max_examples=examples(500, 10_000))
+@settings(max_examples=examples(250, 10_000))
 @given(arrays(), st.randoms(use_true_random=False), st.booleans())
 def test_view_strides_are_those_of_torch(torch, array, random, empty):
     """The same views exist, with the same strides, dimensions of size 1 included."""
@@ -90,7 +90,7 @@ def test_view_strides_are_those_of_torch(torch, array, random, empty):
         assert found == strides_of_view(tensor, into), (tensor.shape, tensor.stride(), into)
 
 
-@settings(max_examples=examples(200, 5_000))
+@settings(max_examples=examples(100, 5_000))
 @given(arrays(), st.randoms(use_true_random=False))
 def test_views_have_the_layouts_of_their_strides(array, random):
     layout = layout_of(array.shape, strides_of(array))
@@ -147,7 +147,7 @@ def test_stand_ins_have_the_shapes_and_strides_of_tensors(torch):
     def standin(x):
         return Strided(tuple(x.shape), x.stride(), x.requires_grad)
 
-    @settings(max_examples=examples(400, 10_000))
+    @settings(max_examples=examples(200, 10_000))
     @example(Problem("abcd, abcd -> abcd", ((2, 3, 4, 5), (2, 3, 4, 5)), seed=1), True, 1)
     @example(Problem("ik, kj -> ikj", ((5, 4), (4, 3))), True, 0)
     @example(Problem("db, abc -> bad", ((2, 1), (2, 1, 2))), False, 0)
@@ -175,7 +175,7 @@ def test_stand_ins_have_the_shapes_and_strides_of_tensors(torch):
         floors.note(pairs=len(operands) == 2, strided=not result.is_contiguous(), gathers=bool(index))
 
     law()
-    floors.at_least(examples(400, 10_000), pairs=0.3, strided=0.1, gathers=0.1)
+    floors.at_least(examples(200, 10_000), pairs=0.3, strided=0.1, gathers=0.1)
 
 
 def planned_in_torch(problem, gradients=True, **options):
@@ -201,7 +201,7 @@ def test_results_lie_in_memory_as_the_plan_says(torch):
     """
     backend, floors = load_backend("torch"), Floors()
 
-    @settings(max_examples=examples(100, 3_000))
+    @settings(max_examples=examples(50, 3_000))
     @example(Problem("aij, ajk -> kai", ((2, 3, 4), (2, 4, 5))), "time")
     @example(Problem("aij, ajk, kl -> lai", ((2, 3, 4), (2, 4, 5), (5, 3))), "time")
     @example(Problem("a, a, ab -> ab", ((2,), (2,), (2, 2)), seed=0), "time")
@@ -231,7 +231,7 @@ def test_results_lie_in_memory_as_the_plan_says(torch):
         floors.note(known=known, laid=laid, plain_call=all(calls[0]), trained_call=all(calls[1]))
 
     law()
-    floors.at_least(examples(100, 3_000), known=0.9, laid=0.1, plain_call=0.0001, trained_call=0.0001)
+    floors.at_least(examples(50, 3_000), known=0.9, laid=0.1, plain_call=0.0001, trained_call=0.0001)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith(("seed-sliced", "seed-two-by"))])

@@ -53,7 +53,7 @@ def slicings(draw, problem, most=2):
     return {axis: draw(st.integers(1, size - 1)) for axis, size in chosen}
 
 
-@settings(max_examples=examples(120, 2_000))
+@settings(max_examples=examples(60, 2_000))
 @given(st.data())
 def test_slices_tile_the_iteration_space(data):
     problem = data.draw(exact_problems())
@@ -101,7 +101,7 @@ def slice_by_slice(engine, problem):
 
 
 @in_each(
-    numpy=(examples(120, 2_000), {}), torch=(examples(120, 2_000), {}), jax=(examples(10, 1_000), {"max_operands": 3})
+    numpy=(examples(60, 2_000), {}), torch=(examples(60, 2_000), {}), jax=(examples(10, 1_000), {"max_operands": 3})
 )
 def test_values_and_gradients_slice_by_slice(engine, sample):
     count, small = sample
@@ -259,7 +259,7 @@ def in_parts_and_nested(engine, problem):
     return values_and_gradients(engine, problem, call)
 
 
-@in_each(numpy=(examples(80, 2_000), 5), torch=(examples(80, 2_000), 5), jax=(examples(12, 1_000), 4))
+@in_each(numpy=(examples(40, 2_000), 5), torch=(examples(40, 2_000), 5), jax=(examples(12, 1_000), 4))
 def test_values_and_gradients_of_loops_around_parts_and_in_loops(engine, sample):
     count, most = sample
 
@@ -458,7 +458,7 @@ def test_the_clique_is_sliced_where_that_is_fastest(torch):
 
 def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast(torch):
     """Nightly 1024 x 1024: n^4 elements are 4 TB, and without a limit the fastest plan takes 21 GB."""
-    n = examples(200, 1024)
+    n = examples(100, 1024)
     seeded = torch.Generator().manual_seed(0)
     # Sums of n^2 products stay below 2^24: exact.
     operands = [torch.randint(-1, 2, (n, n), generator=seeded).float().requires_grad_() for _ in range(6)]

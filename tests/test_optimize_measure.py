@@ -128,7 +128,7 @@ def test_a_single_candidate_is_not_timed(monkeypatch):
     assert measured().origin.startswith("measured: no other plan comes near; exact")
 
 
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(12, 300))
 @given(exact_problems(max_operands=3))
 def test_values_are_right_measured_and_remembered(case):
     operands = case.operands()

@@ -43,7 +43,7 @@ UNREAD = Problem(
 
 
 @example(UNREAD, "time")
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(problems(), st.sampled_from(OBJECTIVES))
 def test_json_gives_an_equal_plan_back(case, objective):
     plan = plan_of(case, minimize=objective)
@@ -251,7 +251,7 @@ def test_repr_is_short():
     assert "numpy" in repr(plan)
 
 
-@settings(max_examples=examples(50, 800))
+@settings(max_examples=examples(25, 800))
 @given(exact_problems(max_operands=4, max_size=9), st.sampled_from(OBJECTIVES))
 def test_alternatives_differ_lose_and_run(case, objective):
     if case.seed % 2:  # NumPy runs plans without gradients
@@ -368,7 +368,7 @@ def test_minimize_may_be_a_function_of_the_cost():
 # -- limits ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40, 1000))
+@settings(max_examples=examples(20, 1000))
 @given(problems(max_operands=4, max_size=8), st.floats(0, 1.2), st.sampled_from(["memory", "retain", "both"]))
 def test_a_limit_holds_or_the_error_names_one_that_does(case, share, which):
     free = plan_of(case)

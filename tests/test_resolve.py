@@ -39,7 +39,7 @@ def test_what_specs_resolve_to(text, shapes, options, printed, output_shape):
     assert spec.output_shape == output_shape
 
 
-@settings(max_examples=examples(200, 2000))
+@settings(max_examples=examples(100, 2000))
 @given(problems())
 def test_resolved_specs_agree_with_the_oracle_and_resolve_to_themselves(case):
     shapes = {name: q.shape for name, q in case.indices.items()}

@@ -58,7 +58,7 @@ def _no_guards():
         yield
 
 
-MOST_TREES = examples(600, 20_000)  # that a random network may have, orders of evaluation included
+MOST_TREES = examples(300, 20_000)  # that a random network may have, orders of evaluation included
 
 
 def networks(most_nodes=5, least_nodes=3, **options):
@@ -162,7 +162,7 @@ SPECIAL_CASES = [
 
 @pytest.mark.parametrize(
     ("backend", "count", "most_trees"),
-    [("numpy", examples(100, 1000), MOST_TREES), ("torch", examples(20, 300), MOST_TREES // 3)],
+    [("numpy", examples(50, 1000), MOST_TREES), ("torch", examples(10, 300), MOST_TREES // 3)],
 )
 def test_search_finds_the_least_of_all_trees(backend, count, most_trees):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
@@ -234,7 +234,7 @@ def test_ten_operands_are_searched_exactly_by_default(spec, objective):
 EMPTY = Problem("q[a],a->", ((0,), (0,)), indices={"q": ROWS[:0]}, requires_grad=(False, False))
 
 
-@settings(max_examples=examples(40, 400))
+@settings(max_examples=examples(20, 400))
 @example(EMPTY, "numpy")
 @given(networks(4), st.sampled_from(installed_frameworks()))
 def test_no_product_costs_less_than_what_the_search_takes_for_the_least(case, backend):
@@ -257,7 +257,7 @@ OVERLAP = Problem("q[a],,,->", ((5,), (), (), ()), indices={"q": ROWS[:5]}, requ
 
 
 @pytest.mark.parametrize(
-    ("backend", "count", "most_nodes"), [("numpy", examples(120, 2000), 5), ("torch", examples(20, 300), 4)]
+    ("backend", "count", "most_nodes"), [("numpy", examples(60, 2000), 5), ("torch", examples(10, 300), 4)]
 )
 def test_scores_are_the_costs_of_the_programs(backend, count, most_nodes):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
@@ -315,7 +315,7 @@ def assert_least_within(make_plan, priced, objective, memory, retain):
 
 
 @as_searched
-@settings(max_examples=examples(60, 600))
+@settings(max_examples=examples(30, 600))
 @given(networks(4), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_what_is_kept_is_the_best_within_limits(case, objective, random):
     problem = space_of(case)
@@ -338,7 +338,7 @@ def every_program(problem, tree, lower):
 
 @pytest.mark.skipif("torch" not in installed_frameworks(), reason="only torch has several rows for most steps")
 def test_under_a_memory_limit_slower_rows_with_less_scratch_are_searched():
-    floors, count = Floors(), examples(60, 600)
+    floors, count = Floors(), examples(30, 600)
 
     @settings(max_examples=count)
     @given(networks(4, 2, max_size=40), st.randoms(use_true_random=False))
@@ -392,7 +392,7 @@ def test_rows_that_a_search_names_take_what_it_says(spec, shapes):
     assert named
 
 
-@settings(max_examples=examples(30, 300))
+@settings(max_examples=examples(15, 300))
 @given(networks(4).filter(lambda case: case.indices), st.randoms(use_true_random=False))
 def test_with_guards_a_plan_for_the_least_peak_is_proven_only_if_it_is_the_best(case, random):
     with mock.patch.object(build, "live_bytes", live_bytes):
@@ -481,7 +481,7 @@ def test_recomputing_a_chain_is_linear(count):
 # -- every tree computes the same ------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(60, 600))
+@settings(max_examples=examples(30, 600))
 @given(problems(max_operands=4, max_size=3, index_modes=("raise", "drop", "clip")))
 def test_every_tree_gives_the_oracles_values(case):
     operands = case.operands()
@@ -527,7 +527,7 @@ def simulated_peak(steps, variables, given, held, start):
     return peak
 
 
-@settings(max_examples=examples(120, 2000))
+@settings(max_examples=examples(60, 2000))
 @given(networks(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_liveness_is_that_of_a_simulated_allocator(case, objective, random):
     problem = space_of(case)
@@ -556,7 +556,7 @@ def opt_einsum_flops(spec, shapes, path):
     return opt_einsum.contract_path(spec, *shapes, shapes=True, optimize=path)[1].opt_cost
 
 
-@settings(max_examples=examples(60, 600))
+@settings(max_examples=examples(30, 600))
 @given(st.integers(2, 6), st.randoms(use_true_random=False))
 def test_flops_of_pure_products_equal_opt_einsums(count, random):
     """Where every axis is shared by two terms, or by one and the result, both count alike."""
@@ -631,7 +631,7 @@ def test_splits_of_a_path_have_the_lowest_operand_first(step):
     assert all(left & -left < right & -right for left, right in found)
 
 
-@settings(max_examples=examples(60, 500))
+@settings(max_examples=examples(30, 500))
 # The search ends near the best possible; the best tree of its path is 0.1% faster.
 @example(Problem("q[a] a, a -> ", ((2, 1), (1,)), indices={"q": np.array([0])}), "time")
 @given(networks(), st.sampled_from(OBJECTIVES))
@@ -815,7 +815,7 @@ def test_an_interrupted_path_ends_the_search(which, monkeypatch):
     assert plan.origin.startswith("interrupted: opt_einsum")
 
 
-@settings(max_examples=examples(60, 600))
+@settings(max_examples=examples(30, 600))
 @given(networks(6, 2), st.sampled_from((-1, 0, 1)), st.sampled_from((1, 10, 9, 11)))
 def test_a_search_that_decides_says_whether_a_tree_is_below_a_score(case, more, tenths):
     problem = space_of(case)
@@ -876,7 +876,7 @@ def test_a_deadline_ends_the_listing_of_steps_with_gathers_by_numpy(objective):
     assert counts[0] == 0 < counts[1]
 
 
-@settings(max_examples=examples(60, 600))
+@settings(max_examples=examples(30, 600))
 @given(networks(5, max_axes=6), st.sampled_from(("time", "flops", "bytes")), st.booleans())
 def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, needs):
     """The same tree, of the same score and bounds; with gathers another one may be as good."""
@@ -894,7 +894,7 @@ def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, need
 LIMITS = st.sampled_from(((None, None), (0.5, None), (0.8, None), (None, 0.5), (0.8, 0.5)))
 
 
-@settings(max_examples=examples(25, 1_000))
+@settings(max_examples=examples(12, 1_000))
 @example(5, 693, "time", (0.8, None))  # operands take no memory
 @given(st.integers(3, 6), st.integers(0, 10**6), st.sampled_from(OBJECTIVES), LIMITS)
 def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, objective, shares):

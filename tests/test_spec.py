@@ -20,7 +20,7 @@ from planner.testing import reference, specs
 from planner.workloads import to_framework
 
 
-@settings(max_examples=examples(300, 3000))
+@settings(max_examples=examples(150, 3000))
 @given(specs(), st.randoms(use_true_random=False))
 def test_printing_a_spec_or_adding_spaces_changes_nothing(text, random):
     spec = parse(text)
@@ -134,7 +134,7 @@ def test_every_character_but_the_grammars_own_names_an_axis():
         assert is_axis(opt_einsum.get_symbol(i))
 
 
-@settings(max_examples=examples(60, 5000))
+@settings(max_examples=examples(30, 5000))
 @given(st.lists(SYMBOLS, min_size=4, max_size=4, unique=True))
 @example(["µ", "μ", "K", "\u212a"])  # NFKC unifies them in pairs
 @example(["\u00a0", "\u3000", "\u0663", "\u0301"])

@@ -105,7 +105,7 @@ def test_gradients_of_sums_count_on_fake_tensors_what_they_count_on_others(rows)
     assert count(lambda x: x) == count(FakeTensorMode().from_tensor)
 
 
-@settings(max_examples=examples(40, 2_000))
+@settings(max_examples=examples(20, 2_000))
 @given(problems(gathers=False, without=("scatter",), strided=None))
 def test_flops_of_native_calls_are_those_of_the_plan(problem):
     """Torch counts its own products where a plan runs as native calls, and goes backward through them itself."""
@@ -350,7 +350,7 @@ def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
 # -- hooks on saved tensors ------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(70, 4_000))
+@settings(max_examples=examples(35, 4_000))
 @given(
     st.sampled_from([("float32",), ("float64", "bfloat16", "int32", "complex64")]).flatmap(
         lambda dtypes: problems(index_modes=("raise", "drop", "clip"), strided=None, dtypes=dtypes, mixed_dtypes=True)
@@ -415,7 +415,7 @@ AROUND = {
 }
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(30, 400))
 @given(exact_problems(gathers=True, slack=16), st.sampled_from(list(AROUND)), st.booleans())
 def test_random_specs_with_gathers_in_checkpoints_and_saved_elsewhere(problem, around, elsewhere):
     """Values and gradients are those without a checkpoint; cold, and warm."""

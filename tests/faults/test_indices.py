@@ -71,7 +71,7 @@ PAIRS = [
     for column, dtype in enumerate(INDEX_DTYPES)
     if (PROFILE == "nightly" or (row + column) % 6 == 3) and not (family == "far" and dtype in ("int8", "uint8"))
 ]
-COUNT = examples(500, 5_000)
+COUNT = examples(250, 5_000)
 MODES = ("raise", "drop", "clip", "nan")
 
 

@@ -103,7 +103,7 @@ class Writer:
 
 
 def test_killed_writers_tear_no_file(folder, tmp_path_factory):
-    writes, kills = examples(125, 1_000), examples(12, 100)
+    writes, kills = examples(62, 1_000), examples(12, 100)
     logs, chance = tmp_path_factory.mktemp("logs"), random.Random(0)
     writers = [Writer(name, writes, logs) for name in "abcdefgh"]
     done = 0
@@ -275,7 +275,7 @@ def test_damaged_files_are_named_and_nothing_of_them_is_run(folder, tmp_path_fac
         (path,), read = folder.rglob("*.json"), read_plan
     text, sentinel, ignored = path.read_text(), tmp_path_factory.mktemp("run") / "ran", 0
     assert read() is not None
-    for seed in range(examples(120, 1_000)):
+    for seed in range(examples(60, 1_000)):
         rng = random.Random(seed)
         path.unlink()
         if seed % 25 == 0:
@@ -309,7 +309,7 @@ def test_damaged_plans_in_json_are_refused(tmp_path):
     # The first reading compiles the annotations of the library's own classes.
     assert [planner.Plan.from_json(plan.to_json()) for plan in plans] == plans
     refused = 0
-    for seed in range(examples(250, 5_000)):
+    for seed in range(examples(125, 5_000)):
         rng = random.Random(seed)
         data = damaged_bytes(rng.choice(plans).to_json(), rng, tmp_path / "ran")
         with watched() as ran:

@@ -75,7 +75,7 @@ def hold_groups(framework, q, dtype, size):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(
     of=st.lists(st.integers(0, 5), max_size=90), dtype=st.sampled_from(["int8", "uint8", "int16", "int32", "int64"]),
     packed=st.booleans(),

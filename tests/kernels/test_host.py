@@ -694,7 +694,7 @@ def test_a_prepared_index_knows_its_longest_group(card):
     assert ordered.longest is None
 
 
-@settings(max_examples=examples(90, 1500))
+@settings(max_examples=examples(45, 1500))
 @given(problems(gathers=True, index_modes=MODES, strided=False))
 def test_rows_that_are_read_are_marked_as_they_are_counted(problem):
     """On a card a guard marks rows, and does not look at values, for which it would wait."""

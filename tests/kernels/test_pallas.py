@@ -128,7 +128,7 @@ def tiles_of(q, size, each, empty):
     return pallas_tiles.cut(group_rows(q, size), each, empty)
 
 
-@settings(max_examples=examples(30, 1000))
+@settings(max_examples=examples(15, 1000))
 @given(st.integers(0, 2**30), st.sampled_from([0, 1, 7, 40]), st.sampled_from([1, 9]), st.sampled_from([1, 4]),
        st.booleans())  # fmt: skip
 def test_tiles_hold_each_row_once_and_are_as_many_as_foretold(seed, n, size, each, empty):

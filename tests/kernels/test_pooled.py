@@ -200,7 +200,7 @@ def test_kernels_equal_a_loop_over_keys(way):
 
 @each(WAYS[:2], "way")
 def test_an_index_out_of_range_is_refused_by_the_kernel(way):
-    @settings(max_examples=examples(50, 500))
+    @settings(max_examples=examples(25, 500))
     @given(problems(way, ("given",)), st.data())
     def law(problem, data):
         *operands, index = problem.arrays()

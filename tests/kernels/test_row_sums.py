@@ -83,7 +83,7 @@ def groups_of(random, rows, groups, skew):
     ]
 
 
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.sampled_from([0, 1, 7, 64, 150]),
     groups=st.integers(0, 5), columns=st.sampled_from([0, 1, 5, 17]), skew=st.sampled_from(SKEWS),
@@ -121,7 +121,7 @@ def test_sums_of_products_of_rows(seed, dtype, rows, groups, columns, skew, tabl
     assert out._base.isnan().sum() == out._base.numel() - out.numel()
 
 
-@settings(max_examples=examples(40, 600))
+@settings(max_examples=examples(20, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.integers(0, 9), columns=st.integers(0, 20),
     tile=st.sampled_from([64, 512, 8192]),

@@ -69,7 +69,7 @@ def taken_rows(x, q, drops, index_dtype=torch.int64):
         return triton_take.take(x, read, [index], (len(q), x.shape[1]), drops)
 
 
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), index_dtype=st.sampled_from(INDEX_DTYPES),
     rows=st.sampled_from([0, 1, 7, 100]), size=st.integers(1, 9), drops=st.booleans(),
@@ -87,7 +87,7 @@ def test_rows_of_any_width_and_dtype(seed, dtype, index_dtype, rows, size, drops
     assert torch.equal(found, torch.from_numpy(expected).to(x.dtype))
 
 
-@settings(max_examples=examples(40, 600))
+@settings(max_examples=examples(20, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES[:4]), index_dtype=st.sampled_from(INDEX_DTYPES),
     shape=st.sampled_from([(1, 1), (30, 1), (5, 7), (3, 700)]), width=st.sampled_from([1, 3, 16, 33]),

@@ -21,7 +21,7 @@ from planner.program.forms import grouped_form  # noqa: E402
 TORCH = KERNELS[0]
 
 
-@settings(max_examples=examples(100, 1000))
+@settings(max_examples=examples(50, 1000))
 @given(TORCH.problems)
 def test_pieces_hold_every_row_once_within_the_limits(case):
     with TORCH.open(case):

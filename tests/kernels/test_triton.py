@@ -143,7 +143,7 @@ def grouping(random, rows, groups):
 
 
 @pytest.mark.parametrize("mode", ["plain", "rows", "terms", "pair"])
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(30, 1000))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles,
     sizes=st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), groups=st.integers(1, 5), some_absent=st.booleans(),
@@ -197,7 +197,7 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@settings(max_examples=examples(40, 600))
+@settings(max_examples=examples(20, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles, number=st.integers(0, 3),
     sizes=st.tuples(st.integers(1, 5), SIZES, SIZES, SIZES), how=st.sampled_from(["ieee", "bf16x6", "float64"]),
@@ -557,7 +557,7 @@ def test_calls_compile_for_cards():
     assert all(2 * 32 * x["warps"] * x["registers"] <= 65536 for x in seed)
 
 
-@settings(max_examples=examples(40, 400))
+@settings(max_examples=examples(20, 400))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID),
     sizes=st.lists(st.sampled_from([0, 1, 2, 3]), min_size=6, max_size=6), long=st.integers(0, 11),
@@ -580,7 +580,7 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, long):
     assert out.holds(np.einsum(f"{shuffled[0]},{shuffled[1]}->{shuffled[2]}", x, y))
 
 
-@settings(max_examples=examples(40, 600))
+@settings(max_examples=examples(20, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), rows=st.sampled_from([0, 1, 5, 70, 300]),
     groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([512, 2048]),

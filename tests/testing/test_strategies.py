@@ -74,7 +74,7 @@ def test_given_sizes_stay(problem):
     assert problem.indices["q"].shape == (3,)
 
 
-@settings(max_examples=examples(60, 600), deadline=None)
+@settings(max_examples=examples(30, 600), deadline=None)
 @given(problems(index_modes=MODES, dtypes=("float32", "int64", "complex64", "bfloat16"), mixed_dtypes=True))
 def test_a_problem_prints_what_makes_it_again(problem):
     """The seed, the strides and everything else stand in the text; in other strides the values are the same."""
