@@ -32,7 +32,7 @@ def test_transpose_is_the_oracles_gradient():
     """In every operand; then <y', f(x)> = <f^T(y'), x>, and a transpose twice is the spec."""
     floors = Floors()
 
-    @settings(max_examples=examples(100, 4_000))
+    @settings(max_examples=examples(200, 4_000))
     @given(exact_sums())
     def law(case):
         spec, operands, indices = resolved_call(case)
@@ -50,7 +50,7 @@ def test_transpose_is_the_oracles_gradient():
         floors.note(nonzero=pairing != 0, gather=bool(indices))
 
     law()
-    floors.at_least(examples(75, 3_000), nonzero=0.2, gather=0.5)
+    floors.at_least(examples(150, 3_000), nonzero=0.2, gather=0.5)
 
 
 @pytest.mark.parametrize("derive", [planner.transpose, planner.batched], ids=["transpose", "batched"])

@@ -328,7 +328,7 @@ def test_no_naive_plan_needs_less_than_its_bound():
     """The bound spares most of the naive plans that plans are compared with, so it is often what the plan needs."""
     floors = Floors()
 
-    @settings(max_examples=examples(60, 1200))
+    @settings(max_examples=examples(120, 1200))
     @example(Problem("q[a] b, b -> q[a]", ((2, 2), (2,)), indices={"q": np.zeros(0, np.int64)}), "numpy", False)
     @given(problems(max_operands=3, mixed_dtypes=True), st.sampled_from(installed_frameworks()), st.booleans())
     def holds(case, backend, as_run):

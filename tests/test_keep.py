@@ -39,7 +39,7 @@ _SIZES = {"min_operands": 3, "max_operands": 4, "max_axes": 4, "max_size": 3, "w
 PROBLEMS = st.one_of(exact_problems(**_SIZES, gathers=True), exact_problems(**_SIZES))
 
 
-@in_each(torch=(examples(30, 1_000), 0.25, 0.5), jax=(examples(15, 400), 0.2, 0.3))
+@in_each(torch=(examples(60, 1_000), 0.25, 0.5), jax=(examples(15, 400), 0.2, 0.3))
 def test_any_choice_of_kept_values_runs(engine, sample, jax_in_a_hurry):
     (count, some, gather), floors = sample, Floors()
 
@@ -94,7 +94,7 @@ def test_what_keeps_nothing_is_left_out_only_where_it_is_no_better():
     """On a device that takes no time, keeping nothing may take less memory, at equal time."""
     floors, quick = Floors(), planner.Device("quick", flop_rate=1e30, bandwidth=1e30)
 
-    @settings(max_examples=examples(25, 800))
+    @settings(max_examples=examples(50, 800))
     @given(
         problems(min_operands=2, max_operands=4, mixed_dtypes=True),
         st.sampled_from(installed_frameworks()),

@@ -246,7 +246,7 @@ JAX_PARTS = [
     )
     for least, gathers in ((3, True), (3, None), (3, True), (1, None), (1, True))
 ]  # fmt: skip
-WHOLE = (examples(110, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
+WHOLE = (examples(220, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
 
 
 @in_each(numpy=WHOLE, torch=WHOLE, jax=JAX_PARTS)

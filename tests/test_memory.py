@@ -173,8 +173,8 @@ def test_random_specs_retain_what_the_plan_says(engine, sample, jax_in_a_hurry):
     for problem in RETAINED_ONCE:
         law(problem)
     drawn = exact_problems(min_operands=3, without=("size zero", "scalar"), **small)
-    settings(max_examples=examples(40, 2_000))(given(drawn)(law))()
-    floors.at_least(examples(40, 2_000), nonzero=0.5, gather=0.5)
+    settings(max_examples=examples(80, 2_000))(given(drawn)(law))()
+    floors.at_least(examples(80, 2_000), nonzero=0.5, gather=0.5)
 
 
 # -- peaks ---------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def in_other_orders(plan, random):
     return dataclasses.replace(plan, tree=tree, programs=space.programs(tree, lower))
 
 
-@in_each(torch=(examples(30, 1_000), 0.4), numpy=(examples(30, 1_000), 0.4), jax=(examples(15, 300), 0.4))
+@in_each(torch=(examples(60, 1_000), 0.4), numpy=(examples(60, 1_000), 0.4), jax=(examples(15, 300), 0.4))
 def test_values_in_any_order_give_the_same_results_and_gradients(engine, sample):
     (count, share), floors = sample, Floors()
     sizes = {"min_operands": 3, "max_operands": 5, "max_axes": 5, "max_size": 3, "without": ("scalar",)}

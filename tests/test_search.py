@@ -58,7 +58,7 @@ def _no_guards():
         yield
 
 
-MOST_TREES = examples(300, 20_000)  # that a random network may have, orders of evaluation included
+MOST_TREES = examples(600, 20_000)  # that a random network may have, orders of evaluation included
 
 
 def networks(most_nodes=5, least_nodes=3, **options):
@@ -162,7 +162,7 @@ SPECIAL_CASES = [
 
 @pytest.mark.parametrize(
     ("backend", "count", "most_trees"),
-    [("numpy", examples(50, 1000), MOST_TREES), ("torch", examples(10, 300), MOST_TREES // 3)],
+    [("numpy", examples(100, 1000), MOST_TREES), ("torch", examples(20, 300), MOST_TREES // 3)],
 )
 def test_search_finds_the_least_of_all_trees(backend, count, most_trees):
     pytest.importorskip(backend, reason=f"{backend} is not installed")

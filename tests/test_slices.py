@@ -50,8 +50,8 @@ def in_pieces(engine, problem):
 
 
 @in_each(
-    numpy=(examples(20, 2_000), {"min_operands": 3, "max_operands": 5, "index_modes": (*MODES, "nan")}),
-    torch=(examples(10, 2_000), {"min_operands": 3, "max_operands": 5, "index_modes": (*MODES, "nan")}),
+    numpy=(examples(40, 2_000), {"min_operands": 3, "max_operands": 5, "index_modes": (*MODES, "nan")}),
+    torch=(examples(20, 2_000), {"min_operands": 3, "max_operands": 5, "index_modes": (*MODES, "nan")}),
     jax=(examples(6, 500), {"max_operands": 3, "max_size": 3, "max_axes": 4}),
 )
 def test_pieces_make_what_the_plan_makes(engine, sample, jax_in_a_hurry):

@@ -34,7 +34,7 @@ def chain(**options):
 def test_the_laws_of_the_front():
     floors = Floors()
 
-    @settings(max_examples=examples(10, 600))
+    @settings(max_examples=examples(18, 600))
     @given(exact_problems(max_operands=3, max_size=9))
     def law(case):
         if case.seed % 3:  # NumPy runs plans without gradients
