@@ -48,7 +48,7 @@ def test_what_names_no_culprit_is_told():
 def test_random_strings_parse_or_show_the_place():
     rng = random.Random(0)
     parsed = 0
-    for _ in range(examples(50000, 1_000_000)):
+    for _ in range(examples(100_000, 1_000_000)):
         text = "".join(rng.choices(ALPHABET, k=rng.randrange(24)))
         try:
             spec = _parsed.__wrapped__(text)
