@@ -32,6 +32,7 @@ from planner.backends.torch.products import copied, einsum, elementwise, transpo
 from planner.backends.torch.products.batches import has_long_dots, is_intel
 from planner.backends.torch.products.elementwise import BY_ELEMENT, MULTIPLY_SUM, native_by_element
 from planner.backends.torch.products.few_columns import runs_few
+from planner.backends.torch.products.few_rows import lies_as_columns
 from planner.backends.torch.strides import (
     STRIDE_OPS,
     TRANSFORMED_STRIDE_OPS,
@@ -347,7 +348,11 @@ class _Compiler:
             last = transposed.last_product(op, standins, self.operands, recorded) if root and self.on_cpu else None
             if last is not None:
                 return last, result
-            cut = not recorded and (runs_few(form, by_chunks=False) or (has_long_dots(form) and is_intel()))
+            planned = op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+            on_intel = is_intel() and (
+                has_long_dots(form) or lies_as_columns(form, spec, planned.layouts or (None, None))
+            )
+            cut = not recorded and (on_intel or runs_few(form, by_chunks=False))
             plain, slow = matrix_product(form, spec), recorded and einsum.has_slow_gradients(op, standins)
             calls = (None if slow else plain) or (None if cut else copied.one_call(op, standins, recorded)) or plain
             if calls is None and not result.copied:  # then looks at strides can be left out

@@ -26,6 +26,7 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.products.batches import may_be_turned, multiply_batch
 from planner.backends.torch.products.few_columns import multiply_few, runs_few
+from planner.backends.torch.products.few_rows import runs_few_rows
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
@@ -101,7 +102,7 @@ def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
     swapped = bool(form.left and form.right) and term_axes(spec.output) == (form.right[0], form.left[0])
     flip_a = bool(form.left) and letters[swapped][1] != form.contracted[0]
     flip_b = bool(form.right) and letters[not swapped][0] != form.contracted[0]
-    mm = multiply_few if runs_few(form) else torch.mm
+    mm = multiply_few if runs_few(form) or runs_few_rows(form) else torch.mm
     if not form.left:
         column = (lambda b: b.t() if flip_b else b) if form.right else (lambda b: b.unsqueeze(1))
         back = 0 if form.right else (0, 1)
@@ -212,7 +213,7 @@ class TorchOps:
         several = (len(form.left), len(form.right), len(form.contracted)) == (1, 1, 1) and len(form.batch) > 1
         batched = multiply_batch if may_be_turned(form) and not recorded else torch.bmm
         matmul = torch.matmul if several else batched if form.batch else torch.mm
-        if runs_few(form) and not several and not (form.batch and recorded):
+        if (runs_few(form) or runs_few_rows(form)) and not several and not (form.batch and recorded):
             matmul = multiply_few
         return matmul_product(matmul, multiply, viewing, form, spec, stacks=True, vectors_first=not recorded)
 

@@ -42,6 +42,7 @@ from planner.backends.torch.products.copied import copy_first_row, joint_row, wi
 from planner.backends.torch.products.einsum import einsum_row
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.few_columns import few_scratch
+from planner.backends.torch.products.few_rows import few_rows_scratch, lies_as_columns
 from planner.backends.torch.products.sliced import SLICE_LAUNCHES, sliced_rows
 from planner.backends.torch.products.transposed import reordered_rows
 from planner.cost.device import Device
@@ -249,7 +250,10 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     if device.kind == "cpu" and stock_kind(op) in ("matmul", "take, multiply, add"):
         inner = product_of_rows(spec)
         form = known_product(inner)
-        parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, inner)))
+        given = zip(spec.inputs, inner.inputs, op.layouts or (None, None), strict=True)
+        apart = lies_as_columns(form, inner, [layout if term == taken else None for term, taken, layout in given])
+        rows = few_rows_scratch(form, op.dtype) if apart else 0
+        parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, inner) + rows))
         if not spec.gathers:
             parts.append(Work(seconds=vector_seconds(form, op, device)))
     if device.kind == "cuda":

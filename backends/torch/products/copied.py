@@ -29,6 +29,7 @@ from planner.backends.torch.ops import OPS, TorchOps, multiply, unit_strided, vi
 from planner.backends.torch.products.einsum import one_call as einsum_one_call
 from planner.backends.torch.products.einsum import recorded_form
 from planner.backends.torch.products.few_columns import few_scratch
+from planner.backends.torch.products.few_rows import few_rows_scratch
 from planner.backends.torch.products.transposed import TRANSPOSED, result_ops
 from planner.backends.torch.strides import Strided
 from planner.cost.device import Device
@@ -368,8 +369,11 @@ def _gradients(op: Op, order: Term) -> tuple[Einsum, Einsum]:
 def _work(op: Op, order: Term, device: Device) -> list[Work]:
     (one, other), size = _gradients(op, order), itemsize(op.dtype) * op.spec.elements[-1]
     first, second = (
-        [*flat_stock_work(each, device), Work(scratch=few_scratch(known_product(each.spec), op.dtype, each.spec))]
-        for each in (one, other)
+        [
+            *flat_stock_work(each, device),
+            Work(scratch=few_scratch(form, op.dtype, each.spec) + few_rows_scratch(form, op.dtype)),
+        ]
+        for each, form in ((each, known_product(each.spec)) for each in (one, other))
     )
     # While the first gradient is computed, the second is not yet there.
     more = max(_scratch(first) - other.result_bytes(), _scratch(second), 0)

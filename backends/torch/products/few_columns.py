@@ -44,6 +44,7 @@ from torch import Tensor
 
 from planner.backends.common.stock import SMALL_MATRIX, is_swapped
 from planner.backends.torch.contexts.modes import usual
+from planner.backends.torch.products.few_rows import is_slow, multiply_few_rows
 from planner.cost.rates import cpu_name
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
@@ -151,10 +152,15 @@ def few_scratch(form: ProductForm, dtype: str, spec: Spec) -> int:
 
 
 def multiply_few(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two matrices, or two batches of them, as `torch.mm` and `torch.bmm` do, in less time where AMD can."""
+    """Multiply two matrices, or two batches of them, as `torch.mm` and `torch.bmm` do, in less time where it can be."""
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     (rows, terms), columns, linear = a.shape[-2:], b.shape[-1], _linear()
-    if linear is None or not (2 <= columns <= _MOST_COLUMNS and a.dtype == b.dtype == torch.float32 and a.is_cpu):
+    if linear is None:
+        trains = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if not trains:
+            return multiply_few_rows(a, b)
+        return _FewColumns.apply(a, b) if a.dim() == 2 and is_slow(a, b) else multiply(a, b)
+    if not (2 <= columns <= _MOST_COLUMNS and a.dtype == b.dtype == torch.float32 and a.is_cpu):
         return multiply(a, b)
     sides, batch = (rows, columns, terms), 1 if a.dim() == 2 else a.shape[0]
     is_few, may_be_turned = _is_few(*sides), batch == 1 and _may_be_turned(*sides)

@@ -21,6 +21,7 @@ from planner.backends.torch.ops import OPS
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
 from planner.backends.torch.products.einsum import copied_form, least_of_product, refuses_partial_sums, with_doubt
 from planner.backends.torch.products.few_columns import few_scratch
+from planner.backends.torch.products.few_rows import few_rows_scratch, first_as_rows
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, reordered, without
@@ -102,7 +103,9 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
     count, (_, m, n, k) = op.spec.size(axis), form.sizes
     accumulates = axis not in op.spec.output
     moved = op.bytes_touched() + 2 * count * op.result_bytes() * accumulates
-    work = Work(op.flops(), device.product_rate(m, n, k, op.dtype), moved, fresh=(op.result_bytes(),))
+    scratch = few_rows_scratch(form, op.dtype) if device.kind == "cpu" else 0
+    rate = device.product_rate(m, n, k, op.dtype)
+    work = Work(op.flops(), rate, moved, scratch=scratch, fresh=(op.result_bytes(),))
     wait = 0.0
     if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
         wait = min(device.work_seconds(work), count * _WAIT_SECONDS)
@@ -126,12 +129,12 @@ def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], in
     if axis in op.spec.output:
         out = inputs[0].new_empty((sizes[axis], m, n))
         for into, a, b in zip(out, *slices, strict=True):
-            torch.mm(a, b, out=into)
+            torch.mm(first_as_rows(a, b), b, out=into)
         order = (axis, *part.left, *part.right)
     else:
         out = inputs[0].new_zeros((m, n))
         for a, b in zip(*slices, strict=True):
-            out.addmm_(a, b)
+            out.addmm_(first_as_rows(a, b), b)
         order = (*part.left, *part.right)
     shaped = out.view([sizes[e] for e in order])
     return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
