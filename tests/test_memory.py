@@ -480,7 +480,7 @@ def test_xla_takes_what_is_predicted_of_whole_programs(whole_programs):
     """Of twenty programs one is off by more than 40%, and half of them are off by less than 2%."""
     ratios = {}
 
-    @settings(max_examples=examples(12, 400))
+    @settings(max_examples=examples(25, 400))
     @given(exact_problems(**DRAWN, max_operands=4))
     def law(problem):
         arrays, options = scaled(problem, 24)
