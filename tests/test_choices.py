@@ -36,6 +36,14 @@ def test_the_seed_never_builds_a_matrix_for_each_row(card):
         assert other.cost.seconds >= plan.cost.seconds
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_all_plans_that_are_compared_can_run(grad):
+    """torch's own einsum is a step of plans without gradients alone."""
+    operands = [planner.Operand(shape, requires_grad=grad) for shape in ((2, 8, 4, 3), (2, 4, 8))]
+    plan = planner.plan("mbnd,mlb->lbnd", *operands, backend="torch")
+    assert ("step 0 as einsum" in known_plans(plan)) != grad
+
+
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_predictions_lie_between_the_floor_and_the_untuned_kernel(name):
     """Bandwidth or the matrix rate sets the floor; and no row for a step is predicted to be faster than the chosen."""

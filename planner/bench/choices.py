@@ -125,7 +125,7 @@ def known_plans(plan: Plan) -> dict[str, Plan]:
     # The plan does not choose the backward steps of torch's native calls, nor those of JAX's transposes.
     chosen = plan.steps if plan.backend == "torch" and plan.resolved.spec.gathers else forward.steps
     for number, step in enumerate(chosen):
-        for choice in table.choices(step.op, plan.device):
+        for choice in table.choices(step.op, plan.device, among=table.names_for(plan.contraction)):
             fits = choice.cost.scratch_bytes <= _MOST_BYTES
             if choice.lowering == step.choice.lowering or choice.view != step.choice.view or not fits:
                 continue
@@ -271,7 +271,7 @@ def _other_rows(plan: Plan) -> Iterator[tuple[int, float, str]]:
     """Yield the number of each step, the seconds that another row takes more than the chosen one, and a name."""
     table = load_backend(plan.backend).table
     for number, step in enumerate(plan.steps):
-        for choice in table.choices(step.op, plan.device):
+        for choice in table.choices(step.op, plan.device, among=table.names_for(plan.contraction)):
             row = table.rows[choice.lowering]
             if choice.lowering != step.choice.lowering and choice.view == step.choice.view and not row.variant_of:
                 more = choice.cost.picoseconds - step.choice.cost.picoseconds
