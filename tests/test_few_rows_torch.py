@@ -92,7 +92,7 @@ def product_shapes(monkeypatch, call):
     [
         ("ki,nk->in", [(5, 7), (640, 5)], [(5, 1)]),
         ("bki,bnk->bin", [(3, 5, 7), (3, 64, 5)], [(35, 5, 1)]),
-        ("ki,jnk->ijn", [(5, 7), (8, 16, 5)], [(5, 1)]),
+        ("ki,jnk->ijn", [(5, 7), (16, 16, 5)], [(5, 1)]),
         ("ki,nk->in", [(5, 8), (640, 5)], [(1, 8)]),  # MKL is fast from 8 rows on
         ("ki,kn->in", [(5, 7), (5, 640)], [(1, 7)]),  # the second is row-major
     ],
@@ -104,14 +104,72 @@ def test_contractions_copy_few_rows_that_lie_as_columns(monkeypatch, spec, shape
     assert torch.equal(planner.contract(spec, *operands), torch.einsum(spec, *operands))
 
 
+@st.composite
+def products_of_few_rows(draw):
+    """The terms of a product in any order of axes, and its sizes: 2 to 8 rows, and many columns."""
+    batch, summed = draw(st.sampled_from(["", "b"])), draw(st.sampled_from(["k", "kl"]))
+    first, second, out = (
+        "".join(draw(st.permutations(axes))) for axes in (batch + "i" + summed, batch + "n" + summed, batch + "in")
+    )
+    sizes = {"b": st.sampled_from((2, 16, 64)), "i": st.integers(2, 8), "n": st.sampled_from((16, 64, 200, 1000)),
+             "k": st.sampled_from((2, 5, 40, 600)), "l": st.integers(1, 4)}  # fmt: skip
+    return first, second, out, {axis: draw(size) for axis, size in sizes.items()}
+
+
+@settings(max_examples=examples(60, 3_000))
+@example(("kci", "cnk", "in", {"k": 512, "c": 2, "i": 7, "n": 64}), "peak")  # a batched product, then its sum
+@example(("kib", "nkb", "bin", {"k": 64, "i": 7, "b": 16, "n": 32}), "time")  # a copy lies as columns
+@example(("dbea", "bcea", "cdba", {"d": 16, "b": 5, "e": 60, "a": 20, "c": 3}), "time")
+@given(products_of_few_rows(), st.sampled_from(["time", "peak"]))
+def test_plans_take_no_more_memory_than_they_say(product, minimize):
+    """However operands lie."""
+    first, second, out, sizes = product
+    operands = [integers(*(sizes[axis] for axis in term)) for term in (first, second)]
+    spec = f"{first},{second}->{out}"
+    plan = planner.plan(spec, *operands, minimize=minimize)
+    found, memory = torch_memory(lambda: plan(*operands))
+    assert torch.equal(found, torch.einsum(spec, *operands))
+    assert memory.peak_bytes <= plan.cost.forward.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "dynamic"),
+    [
+        ("ki,nk->in", [(5, 7), (640, 5)], "kin"),
+        ("hnjd,nkdj->nhk", [(40, 16, 64, 8), (16, 6, 8, 64)], "k"),
+    ],
+)
+def test_exports_leave_sizes_open(spec, shapes, dynamic):
+    """No size is compared with what is fast here."""
+
+    class Model(torch.nn.Module):
+        def forward(self, a, b):
+            return planner.contract(spec, a, b)
+
+    dims = {axis: torch.export.Dim(axis, min=2, max=4000) for axis in dynamic}
+    places = tuple(
+        {d: dims[axis] for d, axis in enumerate(term) if axis in dims} for term in spec.split("->")[0].split(",")
+    )
+    operands = [integers(*shape) for shape in shapes]
+    exported = torch.export.export(Model(), tuple(operands), dynamic_shapes=(places[0], places[1])).module()
+    smaller = {axis: 3 for axis in dynamic}
+    others = [
+        integers(*(smaller.get(axis, n) for axis, n in zip(term, shape, strict=True)))
+        for term, shape in zip(spec.split("->")[0].split(","), shapes, strict=True)
+    ]
+    for arrays in (operands, others):
+        assert torch.equal(exported(*arrays), torch.einsum(spec, *arrays))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     ("spec", "shapes"),
     [
         ("ki,nk->in", [(5, 7), (8192, 5)]),
-        ("ki,nk->in", [(1024, 7), (16, 1024)]),
-        ("ki,nk->in", [(4000, 7), (16, 4000)]),
+        ("ki,nk->in", [(1024, 7), (200, 1024)]),
+        ("ki,nk->in", [(4000, 7), (200, 4000)]),
         ("bki,bnk->bin", [(300, 5, 7), (300, 16, 5)]),
+        ("dc,bad->bca", [(640, 7), (4, 64, 640)]),  # torch transposes in blocks
     ],
 )
 def test_plans_take_the_memory_that_they_say(spec, shapes, grad):

@@ -833,3 +833,25 @@ def test_a_plan_is_called_under_jit_trace():
     plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q)
     traced = torch.jit.trace(lambda a, c, q: plan(a, c, q=q), (a, c, q))
     assert torch.equal(traced(a + 1, c, q), plan(a + 1, c, q=q))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "arrays"),
+    [
+        ("bc,abc->c", [(2, 2), (2, 2, 2)], {}),
+        ("dba,cq[d]a->ac", [(7, 20, 17), (9, 20, 17)], {"q": torch.randint(0, 20, (7,))}),
+    ],
+)
+def test_sums_before_a_product_have_gradients_in_autocast(spec, shapes, arrays):
+    """Such a sum and the product are one call of einsum where no gradient is asked for."""
+    operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = contract(spec, *operands, **arrays)
+    if arrays:
+        expected = torch.einsum("dba,cda->ac", operands[0], operands[1][:, arrays["q"]])
+    else:
+        expected = torch.einsum(spec, *operands)
+    assert found.dtype == torch.bfloat16
+    gradients = (torch.autograd.grad(out.float().sum(), operands) for out in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)

@@ -38,7 +38,7 @@ from planner.backends.torch.cuda.stock import card_work
 from planner.backends.torch.indexed_rows import INDEXED, indexed_calls
 from planner.backends.torch.ops import GUARD, MOST_MULTIPLIED, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products.batches import dot_scratch, vector_seconds
-from planner.backends.torch.products.copied import copy_first_row, joint_row, with_quick_copies
+from planner.backends.torch.products.copied import copy_first_row, copying_ops, joint_row, with_quick_copies
 from planner.backends.torch.products.einsum import einsum_row
 from planner.backends.torch.products.elementwise import CUT_LAUNCHES, TERM_LAUNCHES, elementwise_rows
 from planner.backends.torch.products.few_columns import few_scratch
@@ -251,7 +251,8 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
         inner = product_of_rows(spec)
         form = known_product(inner)
         given = zip(spec.inputs, inner.inputs, op.layouts or (None, None), strict=True)
-        apart = lies_as_columns(form, inner, [layout if term == taken else None for term, taken, layout in given])
+        layouts = [layout if term == taken else None for term, taken, layout in given]
+        apart = lies_as_columns(form, inner, layouts) or copying_ops(op) is not OPS
         rows = few_rows_scratch(form, op.dtype) if apart else 0
         parts.append(Work(scratch=dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, inner) + rows))
         if not spec.gathers:

@@ -30,7 +30,7 @@ Batches of matrices are multiplied as their transposes, too, some at a time, and
 | 64, 1024, 16 | 1023, 567 | | |
 
 How results lie, predicted times and predicted memory are the same on all processors; results are rounded otherwise. Any
-module of `backends/torch/` may ask this one.
+module of `backends/torch/` may ask this one. On processors of Intel its functions do what `few_rows.py` says.
 """
 
 from __future__ import annotations
@@ -205,7 +205,10 @@ def _one_by_one(a: Tensor, b: Tensor, linear: Any) -> Tensor:
 
 
 class _FewColumns(torch.autograd.Function):
-    """`multiply_few` of two matrices with gradients. It keeps what `torch.mm` does, and its gradients lie as there."""
+    """`multiply_few` of two matrices with gradients, of few columns or few rows.
+
+    It keeps what `torch.mm` does, and its gradients lie as there.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

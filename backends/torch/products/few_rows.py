@@ -1,21 +1,24 @@
 """Matrices of few rows that lie as columns, by others that do too: MKL takes up to 50 times as long for them on Intel.
 
-They are copied as rows first, or the transposed product is copied, if that takes little memory. Microseconds of `mm` by
-the three ways, and of `bmm` by the first two, in float32 on one core of an Intel Xeon of 2023 (torch 2.13, 2026-12-01):
+They are copied as rows first, or the transposed product is copied, if that takes little memory. Microseconds as they
+lie, and with the copy, on one core of an Intel Xeon of 2023 (torch 2.13, 2026-12-01):
 
-| matrices, rows, terms, columns | as they lie | copied | transposed |
-|---|---|---|---|
-| 2, 5, 8192 | 274 | 21 | 30 |
-| 5, 5, 8192 | 1631 | 37 | 35 |
-| 7, 5, 8192 | 1308 | 29 | 29 |
-| 7, 256, 1024 | 1070 | 73 | 109 |
-| 7, 1024, 256 | 1141 | 82 | 114 |
-| 8, 5, 8192 | 27 | 32 | 29 |
-| 16 of 7, 16, 64 | 139 | 20 | |
-| 256 of 4, 64, 16 | 982 | 223 | |
+| matrices, rows, terms, columns | float32 | float64 |
+|---|---|---|
+| 2, 5, 256 | 10, 8 | 8, 9 |
+| 5, 5, 64 | 11, 7 | 7, 8 |
+| 5, 5, 8192 | 1079, 27 | 488, 48 |
+| 7, 256, 128 | 26, 17 | 22, 31 |
+| 7, 256, 1024 | 1297, 78 | 1041, 298 |
+| 7, 1100, 128 | 63, 70 | 126, 166 |
+| 7, 1100, 256 | 1545, 123 | 231, 258 |
+| 64 of 2, 5, 16 | 31, 26 | 30, 28 |
+| 64 of 7, 16, 16 | 152, 54 | 96, 45 |
+| 64 of 7, 64, 32 | 74, 123 | 95, 152 |
+| 64 of 7, 64, 64 | 1321, 173 | 1128, 280 |
 
-How results lie, predicted times and predicted memory are the same on all processors; results are rounded otherwise. Any
-module of `backends/torch/` may ask this one.
+With 8 rows MKL is fast: 8 x 5 by 5 x 8192 takes 27 us as they lie. How results lie, predicted times and predicted
+memory are the same on all processors; results are rounded otherwise. Any module of `backends/torch/` may ask this one.
 """
 
 from __future__ import annotations
@@ -32,16 +35,30 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
 
-# So many rows, by so many columns or more. Copies of a first factor, and of a transposed product, have so many elements
-# or fewer; of a batch so many are copied at a time.
-_ROWS, _LEAST_COLUMNS, _MOST_COPIED = range(2, 8), 16, 2**13
+# So many rows. The product of two matrices has so many elements or more; in a batch each has so many columns or more if
+# few or if many terms are summed.
+_ROWS, _LEAST_ELEMENTS, _LEAST_COLUMNS, _MORE_COLUMNS, _FEW_TERMS = range(2, 8), 2**10, 16, 64, 16
+# Copies of a first factor, and of a transposed product, have so many elements or fewer; of a batch so many are made
+# at a time.
+_MOST_COPIED = 2**13
+# Torch copies a transposed matrix of so many elements or more in blocks of so many, beside the copy.
+_BLOCK = 60 * 60
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def _is_few(batch: bool, rows: int, columns: int, terms: int) -> bool:
+    if rows not in _ROWS or terms <= 1:
+        return False
+    least = _LEAST_COLUMNS if terms <= _FEW_TERMS else _MORE_COLUMNS
+    return columns >= least if batch else rows * columns >= _LEAST_ELEMENTS
 
 
 def has_few_rows(form: ProductForm) -> bool:
     """Whether `multiply_few_rows` may do otherwise than torch with a product of these sizes, in either order."""
-    _, m, n, k = form.sizes
-    return k > 1 and ((m in _ROWS and n >= _LEAST_COLUMNS) or (n in _ROWS and m >= _LEAST_COLUMNS))
+    batch, m, n, k = form.sizes
+    stacked = len(form.batch) > 1 and len(form.left) == len(form.right) == len(form.contracted) == 1
+    # Of stacked batches `torch.matmul` makes one.
+    return not stacked and (_is_few(batch > 1, m, n, k) or _is_few(batch > 1, n, m, k))
 
 
 def runs_few_rows(form: ProductForm) -> bool:
@@ -64,6 +81,7 @@ def few_rows_scratch(form: ProductForm, dtype: str) -> int:
     """Return the bytes that `multiply_few_rows` may allocate besides the result, if both matrices lie as columns."""
     batch, m, n, k = form.sizes
     copied = min(_MOST_COPIED, batch * max(min(m, n) * k, m * n))
+    copied += _BLOCK if copied >= _BLOCK else 0
     return copied * itemsize(dtype) if dtype in _DTYPES and has_few_rows(form) else 0
 
 
@@ -94,11 +112,11 @@ def multiply_few_rows(a: Tensor, b: Tensor) -> Tensor:
 
 def is_slow(a: Tensor, b: Tensor) -> bool:
     """Whether this processor takes long for a product as the two matrices, or batches of them, lie."""
-    (rows, terms), columns = a.shape[-2:], b.shape[-1]
-    few = rows in _ROWS and columns >= _LEAST_COLUMNS and terms > 1
-    if not (few and _as_columns(a) and _as_columns(b) and is_intel()) or a.dtype not in _DTYPES.values():
+    # Sizes may be symbols where a tracer or a compiler looks, and would be specialised.
+    if not (is_intel() and usual(a, b)) or a.dtype not in _DTYPES.values() or not a.is_cpu:
         return False
-    return a.is_cpu and usual(a, b)
+    (rows, terms), columns = a.shape[-2:], b.shape[-1]
+    return _is_few(a.dim() == 3 and a.shape[0] > 1, rows, columns, terms) and _as_columns(a) and _as_columns(b)
 
 
 def _as_columns(x: Tensor) -> bool:

@@ -183,7 +183,7 @@ def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device
     others, launches = 0.0, 2
     if device.kind == "cpu":
         launches += _SUM_LAUNCHES
-        scratch = dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, spec)
+        scratch = dot_scratch(form, op.dtype) + few_scratch(form, op.dtype, spec) + few_rows_scratch(form, op.dtype)
         product = product._replace(scratch=wide + scratch)
         others = small_matrix_seconds(form, device) + vector_seconds(form, op, device)
     parts = [product, Work(seconds=others), Work(moved=wide + result, fresh=(result,), launches=launches)]
