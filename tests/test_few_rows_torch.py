@@ -169,6 +169,7 @@ def test_exports_leave_sizes_open(spec, shapes, dynamic):
         ("ki,nk->in", [(1024, 7), (200, 1024)]),
         ("ki,nk->in", [(4000, 7), (200, 4000)]),
         ("bki,bnk->bin", [(300, 5, 7), (300, 16, 5)]),
+        ("ki,nk->in", [(1300, 7), (2000, 1300)]),  # too much to copy
         ("dc,bad->bca", [(640, 7), (4, 64, 640)]),  # torch transposes in blocks
     ],
 )
