@@ -13,6 +13,7 @@ import planner  # noqa: E402
 from planner.backends.torch import eager  # noqa: E402
 from planner.backends.torch.products import batches, few_columns, few_rows  # noqa: E402
 from planner.backends.torch.products.few_columns import multiply_few  # noqa: E402
+from planner.cost.device import CPU  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
@@ -194,3 +195,17 @@ def test_slices_of_few_rows_that_lie_as_columns_are_copied(monkeypatch):
     (found,) = load_backend("torch").table.run("matmul by slices", op, operands, {})
     assert torch.equal(found, torch.einsum("ijk,uij->ku", *operands))
     assert added == [((5, 1), (1, 5))] * 3
+
+
+def test_slices_of_few_rows_that_are_parts_of_the_result_are_copied(monkeypatch):
+    operands = [integers(5, 2, 7), integers(640, 5)]
+    op, table = Einsum(planner.resolve("kai,nk->ian", *operands), "float32"), load_backend("torch").table
+    multiplied, plain = [], torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, out: multiplied.append((a.stride(), b.stride())) or plain(a, b, out=out)
+    )
+    found, memory = torch_memory(lambda: table.run("matmul by slices", op, operands, {})[0])
+    assert torch.equal(found, torch.einsum("kai,nk->ian", *operands))
+    assert multiplied == [((5, 1), (1, 5))] * 2
+    scratch = table.price("matmul by slices", op, CPU).cost.scratch_bytes
+    assert 0 < memory.peak_bytes - found.numel() * found.element_size() <= scratch
