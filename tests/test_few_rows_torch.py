@@ -77,7 +77,7 @@ def test_products_are_those_of_torch(sizes, turned, dtype, grads):
             assert x.stride() == y.stride()
 
 
-def product_shapes(monkeypatch, call):
+def strides_of_first_factors(monkeypatch, call):
     """The strides of the first factors that torch multiplies in a call."""
     seen = []
     for name in ("mm", "bmm"):
@@ -100,7 +100,7 @@ def product_shapes(monkeypatch, call):
 )
 def test_contractions_copy_few_rows_that_lie_as_columns(monkeypatch, spec, shapes, strides):
     operands = [integers(*shape) for shape in shapes]
-    seen = product_shapes(monkeypatch, lambda: planner.contract(spec, *operands))
+    seen = strides_of_first_factors(monkeypatch, lambda: planner.contract(spec, *operands))
     assert seen == strides
     assert torch.equal(planner.contract(spec, *operands), torch.einsum(spec, *operands))
 

@@ -50,9 +50,9 @@ ONE_COPY, COPY_FIRST = "both gradients, one copy", "copy, then multiply"
 # An operand is copied before a product by element if the product has so many times as many elements: 5 x 1024 x 1 by a
 # transposed 5 x 1 x 1024 take 3.6 ms, and 1.4 with a copy (one core of an AMD EPYC 7003, torch 2.13, 2026-11-29).
 _REPEATED = 4
-# Einsum's copies are slower than those in the order of an operand if it has so many elements and its shortest strides
-# are those of so long an axis: by 0.38 to 1.0 for 14 products of public models and random ones, and up to 2.4 times
-# faster with axes of 2 to 4.
+# An operand is copied in its own order, and not in einsum's, if it has so many elements, and so many along the axis of
+# stride 1. Of twelve products with such operands, five then took 0.49 to 0.95 of the time, five 0.97 to 1.06, and two
+# 1.09 and 1.27. With axes of 2 to 4 elements others took up to 2.4 times as long (the machine of `one_call`).
 _LEAST_COPIED, _LEAST_RUN = 2**15, 16
 
 

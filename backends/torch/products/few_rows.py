@@ -35,8 +35,8 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
 
-# So many rows. The product of two matrices has so many elements or more; in a batch each has so many columns or more if
-# few or if many terms are summed.
+# The first factor has one of these numbers of rows. The product of two matrices has `_LEAST_ELEMENTS` or more. Each
+# product of a batch has `_LEAST_COLUMNS` or more, or `_MORE_COLUMNS` if more than `_FEW_TERMS` terms are summed.
 _ROWS, _LEAST_ELEMENTS, _LEAST_COLUMNS, _MORE_COLUMNS, _FEW_TERMS = range(2, 8), 2**10, 16, 64, 16
 # Copies of a first factor, and of a transposed product, have so many elements or fewer; of a batch so many are made
 # at a time.
