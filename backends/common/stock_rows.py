@@ -154,7 +154,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
     if kind == "sum" and device.kind == "cpu":
         # The loop follows the memory order of the operand.
         term = in_memory(spec.inputs[0], layouts[0] if layouts else None)
-        parts.append(Work(seconds=short_run_seconds(term_axes(term), [spec.output], spec, device)))
+        parts.append(Work(launches=1, seconds=short_run_seconds(term_axes(term), [spec.output], spec, device)))
     if kind in ("matmul", "multiply"):
         return parts
     if kind == "take, multiply, add" and device.kind == "cpu":
@@ -319,7 +319,8 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         rows, columns = (n, m) if is_swapped(form, spec) else (m, n)
         rate = device.product_rate(rows, columns, k, op.dtype, batch)
         matrices = device.matrices(batch)
-        product = Work(op.flops(), rate, touched, fresh=(result,), launches=1, matrices=matrices)
+        moving = device.packing_seconds(touched) if device.outer_cache_bytes else None
+        product = Work(op.flops(), rate, touched, fresh=(result,), launches=1, matrices=matrices, seconds=moving)
         copied = sum(product_copies(form, spec, op.layouts or (None, None)))
         # Copies are made before the product begins, so the times add up.
         return [Work.of_copies(size * copied), product] if copied else [product]

@@ -135,16 +135,18 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
         scratch = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
         flops = op.products * 2 * chosen * d
         moved += chosen * d * size
-        # Measured per element of the taken rows, buffers reused.
-        times = {"scores": 0.5e-9, "query_gradient": 0.5e-9, "pool_gradient": 0.75e-9}
-        seconds_of = {what: chosen * d * each + 2e-4 for what, each in times.items()}
+        # Of each taken row and each of its elements, and of each element of the queries' gradients. One core of an
+        # Intel Xeon with AVX-512, torch 2.13, 2026-12-01; rows of 2 to 32 floats, 1 to 8 for each query.
+        seconds_of = {
+            "scores": chosen * (9e-9 + 0.85e-9 * d) + 2e-4,
+            "query_gradient": chosen * d * 0.5e-9 + 2e-4,
+            "pool_gradient": chosen * d * 0.75e-9 + 2e-4,
+        }
         if dtype in torch_pooled.BAGGED:
-            # With 10, 30 and 100 keys of 8,000 queries, depth 32: the query's 0.9, 1.3 and 2.5 ms, the pool's 3.1, 6
-            # and 19 ms; 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
-            seconds_of["query_gradient"] = chosen * d * 0.08e-9 + 5e-4
+            seconds_of["query_gradient"] = chosen * (4e-9 + 0.06e-9 * d) + b * q * d * 1.1e-9 + 2e-4
             if torch_pooled.sorts(q, k, m, dtype):
                 summed = device.moving_seconds(2 * b * m * d * size)
-                seconds_of["pool_gradient"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + summed + 1e-3
+                seconds_of["pool_gradient"] = chosen * (0.6e-9 * d + device.sort_row_seconds + 30e-9) + summed + 2e-4
         seconds_of["gradients"] = seconds_of["query_gradient"] + seconds_of["pool_gradient"]
         seconds = seconds_of[function]
     fresh = (op.result_bytes(),)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.calibrate.labs import Lab, make_labs
-from planner.calibrate.measurements import STAGES, measure
+from planner.calibrate.measurements import PASSES, STAGES, measure
 from planner.calibrate.predictions import check, check_text
 from planner.cost import rates
 from planner.cost.device import Device
@@ -88,8 +88,9 @@ def _report(progress: Progress, lab: Lab, what: str) -> None:
 
 def _calibrate(options: argparse.Namespace) -> int:
     labs = list(make_labs())
-    with closing(Progress(STAGES * len(labs))) as progress:
-        devices = [measure(lab, partial(_report, progress, lab)) for lab in labs]
+    with closing(Progress(PASSES * STAGES * len(labs))) as progress:
+        for _ in range(PASSES):
+            devices = [measure(lab, partial(_report, progress, lab)) for lab in labs]
     # Stored together at the end, so an interrupted run changes nothing.
     measured = [
         (lab, device, None if options.dry_run else rates.write(device, lab.key))

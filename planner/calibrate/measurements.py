@@ -13,13 +13,14 @@ import importlib.util
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from planner.calibrate.labs import Lab
-from planner.cost.device import Device
+from planner.cost.device import CACHED_SHARE, Device
 from planner.cost.products import CLASSES, SIDES
 from planner.language.resolve import resolve
+from planner.language.spec import Spec
 from planner.program.calls import RangedIndices
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
@@ -28,9 +29,9 @@ from planner.tune.timing import least_seconds
 MEGABYTE = 2**20
 
 
-def seconds_of(lab: Lab, run: Callable[[], Any], blocks: int = 7) -> float:
-    """Time a call in a lab."""
-    return least_seconds(run, lab.finish, blocks)
+def seconds_of(lab: Lab, run: Callable[[], Any], blocks: int = 4) -> float:
+    """Time a call in a lab, and return the least time of it in this pass and those before."""
+    return lab.least_of_passes(least_seconds(run, lab.finish, blocks))
 
 
 def _step(
@@ -38,6 +39,13 @@ def _step(
 ) -> Callable[[], Any]:
     """Return a function that runs one step in an implementation, by default the backend's stock one."""
     spec = resolve(text, *shapes, sizes=sizes, **{name: tuple(index.shape) for name, index in indices.items()})
+    inputs = [lab.normal(*shape) for shape in shapes]
+    return partial(_compiled(lab, spec, row), inputs, [indices[gather.array] for gather in spec.gathers])
+
+
+@cache
+def _compiled(lab: Lab, spec: Spec, row: str) -> Callable[..., Any]:
+    """Return the function that runs a step on inputs and index arrays, compiled once for all passes."""
     op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
     names = [choice.lowering for choice in table.choices(op, lab.preset)]
     kind = next(name for name in names if (name == row if row else table.rows[name].stock))
@@ -46,13 +54,12 @@ def _step(
     def step(inputs: Any, values: Any) -> Any:
         return run(inputs, RangedIndices(False, zip(spec.gathers, values, strict=True)))
 
-    step, inputs = lab.compiled(step), [lab.normal(*shape) for shape in shapes]
-    return partial(step, inputs, [indices[gather.array] for gather in spec.gathers])
+    return lab.compiled(step)
 
 
 def _flop_rate(lab: Lab) -> float:
     size = _side(lab)
-    return 2 * size**3 / seconds_of(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)), blocks=20)
+    return 2 * size**3 / seconds_of(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)), blocks=10)
 
 
 def _products(lab: Lab, launch_seconds: float) -> tuple[float, ...]:
@@ -60,12 +67,10 @@ def _products(lab: Lab, launch_seconds: float) -> tuple[float, ...]:
     if lab.key.kind != "cpu":
         return ()
     shapes = [_class_shape(*each) for each in CLASSES]
-    runs = [_product(lab, *shape) for shape in shapes]
-    # All are timed in turn, and then once more: what disturbs one is over by then.
-    times = [[seconds_of(lab, run, blocks=3) for run in runs] for _ in range(2)]
+    times = [seconds_of(lab, _product(lab, *shape), blocks=3) for shape in shapes]
     return tuple(
         2 * math.prod(shape) / max(seconds - launch_seconds, 0.05 * seconds)
-        for shape, seconds in zip(shapes, map(min, *times), strict=True)
+        for shape, seconds in zip(shapes, times, strict=True)
     )
 
 
@@ -128,18 +133,31 @@ def _copied(lab: Lab, size: int) -> float:
 
 
 def _cache(lab: Lab, bandwidth: float) -> dict[str, float]:
-    """Measure the bytes/s of what a cache holds, and how much it holds.
+    """Measure the bytes/s of what a cache holds, and how much it holds; and of what the outermost cache does.
 
     A step finds its values there if it moves no more bytes than a copy that still runs nearer to the cache's rate than
-    to the memory's.
+    to that of what lies beyond.
     """
     if lab.key.kind != "cpu":
-        return {name: getattr(lab.preset, name) for name in ("cache_bytes", "cache_bandwidth")}
-    sizes = [2**n for n in range(17, 26)]
+        return {name: getattr(lab.preset, name) for name in _CACHES}
+    sizes = [2**n for n in range(17, 27)]
     speeds = [_copied(lab, size) for size in sizes]
+
+    def held(rate: float, beyond: float) -> int:
+        near = [2 * size for size, speed in zip(sizes, speeds, strict=True) if speed >= math.sqrt(rate * beyond)]
+        return max(near, default=0)
+
     fast = max(statistics.median(speeds[1:5]), bandwidth)
-    held = [2 * size for size, speed in zip(sizes, speeds, strict=True) if speed >= math.sqrt(fast * bandwidth)]
-    return {"cache_bytes": max(held, default=0), "cache_bandwidth": fast}
+    middle = min(max(statistics.median(speeds[5:8]), bandwidth), fast)
+    outer = held(middle, bandwidth) if middle > _OUTER_TIMES * bandwidth else 0
+    inner = held(fast, middle if outer else bandwidth)
+    outer = outer if outer > inner else 0
+    return dict(zip(_CACHES, (inner, fast, outer, middle if outer else math.inf), strict=True))
+
+
+_CACHES = ("cache_bytes", "cache_bandwidth", "outer_cache_bytes", "outer_cache_bandwidth")
+# An outermost cache counts if it is so many times as fast as memory.
+_OUTER_TIMES = 1.25
 
 
 def _fresh(lab: Lab) -> dict[str, float]:
@@ -168,18 +186,20 @@ def _extra_seconds_per_byte(lab: Lab, size: int) -> float:
 
 
 def _best_split(extra: Sequence[float]) -> int:
-    """Return where to cut a list in two: the squared distances of logarithms to the mean of their side are least."""
-    logs = [math.log(seconds) for seconds in extra]
+    """Return where to cut a list in two: the squared distances to the mean of their side are least.
+
+    Logarithms would not do: where the allocator gives memory out again, next to nothing is left, once more once less.
+    """
 
     def spread(values: Sequence[float]) -> float:
         return sum((value - statistics.fmean(values)) ** 2 for value in values)
 
-    return min(range(1, len(extra)), key=lambda at: spread(logs[:at]) + spread(logs[at:]))
+    return min(range(1, len(extra)), key=lambda at: spread(extra[:at]) + spread(extra[at:]))
 
 
 def _launch_seconds(lab: Lab) -> float:
     """Measure one step on a thousand numbers. With fewer, XLA computes within the call, in two thirds of the time."""
-    return seconds_of(lab, _step(lab, "ij,ij->ij", (32, 32), (32, 32)), blocks=20)
+    return seconds_of(lab, _step(lab, "ij,ij->ij", (32, 32), (32, 32)), blocks=10)
 
 
 def _kernel_seconds(lab: Lab, device: Device) -> float:
@@ -187,7 +207,7 @@ def _kernel_seconds(lab: Lab, device: Device) -> float:
     if lab.key.kind != "cuda" or importlib.util.find_spec("triton") is None:
         return 0.0
     run = _step(lab, "q[n]d -> nd", (4, 8), row="take, Triton", q=lab.integers(4, 100))
-    return max(seconds_of(lab, run, blocks=20) - device.launch_seconds, 0.0)
+    return max(seconds_of(lab, run, blocks=10) - device.launch_seconds, 0.0)
 
 
 def _matrix_seconds(lab: Lab) -> float:
@@ -219,13 +239,21 @@ def _loop_seconds(lab: Lab, device: Device) -> float:
 
 
 def _row_seconds(lab: Lab, text: str, device: Device) -> float:
-    """Measure what taking or adding a row of 16 numbers at a random place costs beyond the bytes that it moves."""
-    rows, pool, width = (200, 20, 16) if lab.is_tiny else (200_000, 20_000, 16)
-    q = lab.integers(pool, rows)
+    """Measure what taking or adding a row at a random place costs beyond the rest of the step's price.
+
+    On a processor, rows of four numbers are taken in a cache: of longer ones in memory most of the time is that of the
+    bytes, and an error in it would count as rows.
+    """
     takes = not text.endswith("]j")
-    run = _step(lab, text, (pool if takes else rows, width), sizes=None if takes else {"q": pool}, q=q)
-    moved, result = 4 * width * (rows + pool) + 8 * rows, 4 * width * (rows if takes else pool)
-    return max(seconds_of(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
+    rows, pool, width = (32_768, 2048, 4) if takes and lab.key.kind == "cpu" else (200_000, 20_000, 16)
+    if lab.is_tiny:
+        rows, pool, width = 200, 20, 16
+    shape, sizes = (pool if takes else rows, width), None if takes else {"q": pool}
+    seconds = seconds_of(lab, _step(lab, text, shape, sizes=sizes, q=lab.integers(pool, rows)))
+    op, table = Einsum(resolve(text, shape, sizes=sizes, q=(rows,)), "float32"), load_backend(lab.framework).table
+    choice = next(choice for choice in table.choices(op, device) if table.rows[choice.lowering].stock)
+    each = max(seconds - choice.cost.picoseconds / 1e12, 0.0) / rows
+    return each if takes or choice.cost.bytes_moved > device.cache_bytes else each / CACHED_SHARE
 
 
 def _sorts(lab: Lab, device: Device) -> dict[str, float]:
@@ -246,10 +274,14 @@ def _sorts(lab: Lab, device: Device) -> dict[str, float]:
 def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> Device:
     """Measure the rates of one framework on one device.
 
+    A further call with the same lab is a further pass: each time is then the least of all passes. What else runs on a
+    machine may slow it down for seconds, and a rate that is what is left of one time without another depends on both.
+
     Args:
         lab: the framework on the device.
         progress: called with the name of each rate before it is measured.
     """
+    lab.begin_pass()
     measured: dict[str, Any] = {}
     blank = Device(lab.preset.name, math.inf, math.inf, kind=lab.preset.kind)
 
@@ -268,8 +300,6 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
         progress(name)
         measured[name] = run(lab)
         gc.collect()
-    # What disturbed the machine for a second is over by now. Most other rates are what is left of a time without it.
-    measured["launch_seconds"] = min(measured["launch_seconds"], _launch_seconds(lab))
     progress("products")
     measured["products"] = products = _products(lab, measured["launch_seconds"])
     if products:  # a busy machine disturbs long products more than short ones, of which the fastest counts
@@ -295,4 +325,5 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     return dataclasses.replace(device(), name=lab.key.kind, source=source)
 
 
-STAGES = 14
+# The stages of a pass, and how many passes `calibrate` makes over all labs in turn.
+STAGES, PASSES = 14, 3

@@ -22,6 +22,9 @@ from planner.language.errors import PlannerError
 # each at 0.47 of the rate of torch's products (on an H200 34.4 GFLOP take 556 us).
 # `planner.kernels.tiled_product.triton_arithmetic` has the parts.
 PARTS_SHARE = 0.47 / 6
+# A row that is added up in a cache takes this share of what one takes in memory: 13 to 21 ns of 32 to 84 (rows of 8 to
+# 32 floats, one core of an Intel Xeon with AVX-512, torch 2.13, 2026-12-01).
+CACHED_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,13 +48,16 @@ class Device:
         fresh_bytes: the size from which the allocator asks the system for new pages.
         cache_bytes: a step that moves at most so many bytes finds its values in the cache, new values too.
         cache_bandwidth: bytes/s of reading and writing the cache.
+        outer_cache_bytes, outer_cache_bandwidth: the same of a larger cache that memory is behind; 0 bytes if there is
+            none that is faster than memory.
         launch_seconds: overhead of one operator: the host's time, or the latency of the launch if that is longer.
         kernel_seconds: what a Triton kernel's launch takes beyond that of an operator.
         matrix_seconds: overhead of each matrix of a batched product; on a card that of torch's operators, as in the
             next two.
         take_row_seconds: overhead of each row of a take.
-        add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take. On a card
-            it is the overhead of 16 elements.
+        add_row_seconds: overhead of each row of a segment sum that moves more than a cache holds; of others it is
+            `CACHED_SHARE` of that. Rows of one element cost as much as in a take. On a card it is the overhead of 16
+            elements.
         loop_seconds: what torch's and NumPy's elementwise loops take to begin with two runs of neighbours. What they
             take for single elements and sums of short runs is in proportion.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
@@ -75,6 +81,8 @@ class Device:
     fresh_bytes: int = 0
     cache_bytes: int = 0
     cache_bandwidth: float = float("inf")
+    outer_cache_bytes: int = 0
+    outer_cache_bandwidth: float = float("inf")
     launch_seconds: float = 0.0
     matrix_seconds: float = 0.0
     take_row_seconds: float = 0.0
@@ -148,7 +156,7 @@ class Device:
         if matrices or taken or added or kernels:
             seconds += matrices * self.matrix_seconds
             seconds += taken * self.take_row_seconds
-            seconds += added * self.add_row_seconds
+            seconds += added * self.add_row_seconds * (CACHED_SHARE if moved <= self.cache_bytes else 1.0)
             seconds += kernels * self.kernel_seconds
         return seconds + (rows * self.sort_row_seconds + self.group_seconds) if rows else seconds
 
@@ -171,7 +179,27 @@ class Device:
 
     def moving_seconds(self, moved: float) -> float:
         """Return the seconds that one step takes to read and write so many bytes."""
-        return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
+        if moved <= self.cache_bytes:
+            return moved / self.cache_bandwidth
+        return moved / (self.outer_cache_bandwidth if moved <= self.outer_cache_bytes else self.bandwidth)
+
+    def packing_seconds(self, moved: float) -> float:
+        """Return the seconds that a product of matrices takes to read and write so many bytes.
+
+        Libraries pack operands before they multiply. Of an outer cache they are slower than copies: products of 1,000
+        steps of the corpus are predicted best with the geometric mean of its rate and the memory's, and some read 16 MB
+        there at 8 to 11 GB/s, where copies moved 25 (one core of an Intel Xeon with AVX-512, torch 2.13, 2026-12-01).
+        """
+        seconds = self.moving_seconds(moved)
+        if self.cache_bytes < moved <= self.outer_cache_bytes:
+            return max(seconds, moved / math.sqrt(self.outer_cache_bandwidth * self.bandwidth))
+        return seconds
+
+    @property
+    def fastest_bandwidth(self) -> float:
+        """Bytes/s that no step exceeds."""
+        cached = self.cache_bandwidth if self.cache_bytes else 0.0
+        return max(self.bandwidth, cached, self.outer_cache_bandwidth if self.outer_cache_bytes else 0.0)
 
     def exchange_seconds(self, kind: str, size: int, parts: int) -> float:
         """Return the seconds of an exchange between devices that leaves so many bytes on each of them.
@@ -236,7 +264,7 @@ class Device:
 
 _KINDS = ("cpu", "cuda", "tpu")
 _NUMBERS = tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "products", "kind", "source"))
-_WHOLE = ("fresh_bytes", "cache_bytes", "capability")
+_WHOLE = ("fresh_bytes", "cache_bytes", "outer_cache_bytes", "capability")
 
 
 def _refusal(name: str, value: Any) -> str | None:
@@ -279,7 +307,7 @@ CPU = Device(
 
 # XLA takes a row in 0.4 to 0.8 ns and adds one up in 0.6 to 1.6 ns, besides what the bytes take; the times above are
 # torch's (4,096 rows of up to 64 numbers, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
-CPU_OF_XLA = dataclasses.replace(CPU, take_row_seconds=6e-10, add_row_seconds=1.25e-9)
+CPU_OF_XLA = dataclasses.replace(CPU, take_row_seconds=6e-10, add_row_seconds=3.1e-9)
 
 
 def _card(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.cost.device import Device
+from planner.cost.device import CACHED_SHARE, Device
 from planner.language.dtypes import itemsize
 
 # Prices are rounded to whole picoseconds, and a bound is computed in floats: it is lowered by this much.
@@ -145,7 +145,7 @@ def gathered_floor(
         dtype: the dtype of the computation.
         joint: the number of joint elements.
         share: which share of them must be multiplied: less than 1 if the product with the whole pool has fewer.
-        elements: the number of elements of all three terms.
+        elements: the number of elements of all three terms that are read or written at least.
         copies: the number of elements of those terms that are indexed, with their rows in the place of the pool.
         rows: the numbers of rows that are taken, and of those that are added up.
         launches: how many operators a kernel launches at least; infinite if there is none.
@@ -227,7 +227,7 @@ def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Arra
     """Return the least that rows take in a step and in a gradient of it, where some that were taken are added up."""
     if device.kind == "cuda":  # a kernel sorts the rows first
         return 0.0, 0.0
-    (taken, added), take, add = rows, device.take_row_seconds, device.add_row_seconds
+    (taken, added), take, add = rows, device.take_row_seconds, CACHED_SHARE * device.add_row_seconds
     return taken * take + added * add, (taken + added) * min(take, add)
 
 
@@ -242,13 +242,18 @@ def _picoseconds(xp: Any, seconds: Array) -> Array:
 
 def _moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
     """Return `Device.moving_seconds` of each of many."""
-    return moved / xp.where(moved <= device.cache_bytes, device.cache_bandwidth, device.bandwidth)
+    beyond = device.bandwidth
+    if device.outer_cache_bytes:
+        beyond = xp.where(moved <= device.outer_cache_bytes, device.outer_cache_bandwidth, beyond)
+    return moved / xp.where(moved <= device.cache_bytes, device.cache_bandwidth, beyond)
 
 
 def _least_moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
     """Return the seconds that moving as many bytes or more takes."""
-    fastest = max(device.cache_bandwidth, device.bandwidth)
-    return moved / xp.where(moved <= device.cache_bytes, fastest, device.bandwidth)
+    beyond, fastest = device.bandwidth, max(device.cache_bandwidth, device.fastest_bandwidth)
+    if device.outer_cache_bytes:
+        beyond = xp.where(moved <= device.outer_cache_bytes, max(device.outer_cache_bandwidth, beyond), beyond)
+    return moved / xp.where(moved <= device.cache_bytes, fastest, beyond)
 
 
 def _fresh_seconds(xp: Any, device: Device, size: Array) -> Array:

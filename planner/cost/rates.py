@@ -23,7 +23,7 @@ from typing import Any
 from planner.cost.device import Device
 from planner.cost.store import cache_folder, read_json, write_json
 
-FORMAT, VERSION = "planner rates", 2
+FORMAT, VERSION = "planner rates", 3
 # `write` never writes nearly so much. A longer file is not read.
 MOST_BYTES = 65536
 
@@ -124,7 +124,7 @@ def _device(entry: Any, key: Key) -> Device:
 
 # One device does not tell how fast it reaches others.
 _NOT_MEASURED = ("capability", "link_bandwidth", "link_seconds")
-_MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
+_MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth", "outer_cache_bandwidth")
 
 
 def rate_fields() -> tuple[str, ...]:

@@ -227,6 +227,15 @@ class Spec:
         """The number of elements of an array that has each term, the output last."""
         return tuple([math.prod(self.shape(term)) for term in self.terms])
 
+    @cached_property
+    def elements_read(self) -> tuple[int, ...]:
+        """The number of elements of each input that are read at most: of a pool, no more than the rows taken have.
+
+        Of a diagonal they are its own.
+        """
+        taken = [math.prod(self.shape(term_axes(term))) for term in self.inputs]
+        return tuple(map(min, self.elements, taken))
+
     @property
     def arrays(self) -> tuple[str, ...]:
         """Letters of the index arrays, in order of appearance."""

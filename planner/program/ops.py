@@ -123,9 +123,9 @@ class Op:
         return self.spec.elements[-1] * itemsize(self.dtype)
 
     def bytes_touched(self) -> int:
-        """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
+        """Return the bytes of index arrays, results, and what is read of all inputs: the least that the step moves."""
         index = sum([math.prod(self.spec.shape(gather.axes)) for gather in self.spec.gathers])
-        return sum(self.spec.elements) * itemsize(self.dtype) + 8 * index
+        return (sum(self.spec.elements_read) + self.spec.elements[-1]) * itemsize(self.dtype) + 8 * index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ _NEWER: tuple[tuple[type, str, Any], ...] = (
     (Device, "link_seconds", 0.0),
     (Device, "products", ()),
     (Device, "loop_seconds", 3e-8),
+    (Device, "outer_cache_bytes", 0),
+    (Device, "outer_cache_bandwidth", math.inf),
 )
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 

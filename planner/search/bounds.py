@@ -64,14 +64,14 @@ def least_of_loops(space: SearchSpace, objective: str) -> float:
     from planner.search.exact.vectors import VectorListing
 
     device, size = space.device, itemsize(space.dtype)
-    fastest = max(device.bandwidth, device.cache_bandwidth if device.cache_bytes else 0)
+    fastest = device.fastest_bandwidth
     skinny = device.most_product_rate(1) if device.products else device.skinny_rate
     rates = (device.flop_rate, device.half_rate, skinny)
     flop_rate, half_rate, skinny_rate = (max(rate, 2 * fastest / size) if rate else 0 for rate in rates)
     device = dataclasses.replace(
         device, flop_rate=flop_rate, half_rate=half_rate, skinny_rate=skinny_rate, bandwidth=fastest,
-        cache_bandwidth=fastest, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, matrix_seconds=0.0,
-        products=(),
+        cache_bandwidth=fastest, outer_cache_bytes=0, fresh_bandwidth=math.inf, reused_bandwidth=math.inf,
+        matrix_seconds=0.0, products=(),
     )  # fmt: skip
     # A slice may have fewer axes, and take no views. A kernel may run it that runs no whole step.
     bounds = dataclasses.replace(bounds, device=device, more=None, launches=(1.0, 1.0))
@@ -103,7 +103,7 @@ def least_by_sizes(space: SearchSpace, objective: str) -> float:
         return elements * size
     if objective == "time":
         device = space.device
-        moving = elements * size / max(device.bandwidth, device.cache_bandwidth)
+        moving = elements * size / max(device.cache_bandwidth, device.fastest_bandwidth)
         return moving * (1 - 1e-9) + (len(spec.inputs) - 1) * device.launch_seconds
     if objective == "peak":
         known = set().union(*map(set, map(plain_axes, spec.inputs)))

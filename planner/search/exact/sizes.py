@@ -31,7 +31,8 @@ class StepSizes(NamedTuple):
             step of one index array. Instead of the rows that are chosen for each query, all rows of the pool are
             multiplied, once.
         joint: the number of joint elements.
-        elements: the number of elements of all terms.
+        elements: the number of elements of all terms; of a pool, no more than the rows have that are taken of it, or
+            added up into it, because a gradient may take them.
         copies: the number of elements of those terms that are indexed, with their rows in the place of the pool.
         taken: the number of rows that it takes; see `planner.backends.common.stock_rows`.
         added: the number of rows that it adds up.
@@ -67,7 +68,7 @@ def sizes_of(
         xp: what the terms are, `numpy` or `planner.cost.floor.NUMBERS`.
     """
     everything: Bits = -1
-    elements = sum([size(term) for term in terms])
+    whole = [size(term) for term in terms]
     share: Array = 1.0
     gathers: Array = 0
     indexed: list[Any] = [False] * len(terms)
@@ -90,6 +91,7 @@ def sizes_of(
         chosen = [old | rows * now for old, now in zip(chosen, by_factor, strict=True)]
         indexed = [old | now for old, now in zip(indexed, by_factor, strict=True)]
         terms = [xp.where(now, term & ~pool | rows, term) for term, now in zip(terms, by_factor, strict=True)]
+    elements = sum([xp.minimum(least, size(term)) for least, term in zip(whole, terms, strict=True)])
     joint = size(functools.reduce(operator.or_, terms))
     copies = sum([size(term) * now for term, now in zip(terms, indexed, strict=True)])
     counts = [size(axes) * now for axes, now in zip(chosen, indexed, strict=True)]

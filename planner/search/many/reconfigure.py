@@ -108,8 +108,11 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
         rate = device.most_product_rate(np.exp2(np.minimum(least, LARGEST)), dtype)
         computing = np.where(sides[2] > 0, np.exp2(joint + 1 - scale) / rate, 0.0)
         elements = np.exp2(sizes.left - scale) + np.exp2(sizes.right - scale) + np.exp2(sizes.result - scale)
-        cached = elements * width <= device.cache_bytes * 2.0**-scale
-        moving = elements * (width / np.where(cached, device.cache_bandwidth, device.bandwidth))
+        moved = elements * width
+        beyond = np.where(
+            moved <= device.outer_cache_bytes * 2.0**-scale, device.outer_cache_bandwidth, device.bandwidth
+        )
+        moving = moved / np.where(moved <= device.cache_bytes * 2.0**-scale, device.cache_bandwidth, beyond)
         made = np.exp2(sizes.result - scale) * width
         large = made >= device.fresh_bytes * 2.0**-scale
         fresh = made / np.where(large, device.fresh_bandwidth, device.reused_bandwidth)
