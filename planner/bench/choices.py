@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.bench.corpus import corpus
 from planner.bench.timing import PAUSE_SECONDS, SCALES, Result, Settings, equal, seconds_in_peace
-from planner.calibrate.predictions import FACTORS, check_workload
+from planner.calibrate.predictions import FACTORS, StepTime, check_workload
 from planner.cost.device import PRESETS, Device
 from planner.demo.ways import OURS, Framework
 from planner.language.units import seconds_text
@@ -68,11 +68,16 @@ def predicted_steps(framework: Framework, settings: Settings, every: int = 1) ->
     """Compare predicted times of the steps of the corpus with measured ones, by rates that `calibrate` just measured.
 
     A target is the share of steps within a factor; `every` takes each so-manieth row of the corpus. The time of a step
-    is the least of three runs through the corpus, as that of a call in the other comparisons.
+    is the least of three runs through the corpus at all scales, which are minutes apart.
     """
+
+    def timed_run() -> dict[str, list[StepTime]]:
+        rows = {scale: corpus(scale)[::every] for scale in SCALES}
+        return {scale: [time for row in rows[scale] for time in check_workload(framework, row)] for scale in SCALES}
+
+    runs = [timed_run() for _ in range(3)]
     for scale in SCALES:
-        runs = [[time for row in corpus(scale)[::every] for time in check_workload(framework, row)] for _ in range(3)]
-        times = [min(of_step, key=lambda time: time.measured) for of_step in zip(*runs, strict=True)]
+        times = [min(step, key=lambda time: time.measured) for step in zip(*(run[scale] for run in runs), strict=True)]
         for factor, target in zip(FACTORS, (0.8, 0.92), strict=True):
             share = sum(time.within(factor) for time in times) / len(times)
             what = f"share of {len(times)} steps of the corpus at {scale}, predicted within {factor:g}x"

@@ -67,7 +67,7 @@ def _products(lab: Lab, launch_seconds: float) -> tuple[float, ...]:
     if lab.key.kind != "cpu":
         return ()
     shapes = [_class_shape(*each) for each in CLASSES]
-    times = [seconds_of(lab, _product(lab, *shape), blocks=3) for shape in shapes]
+    times = [seconds_of(lab, _product(lab, *shape), blocks=2) for shape in shapes]
     return tuple(
         2 * math.prod(shape) / max(seconds - launch_seconds, 0.05 * seconds)
         for shape, seconds in zip(shapes, times, strict=True)
