@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from conftest import assert_on_file
 
@@ -80,6 +82,30 @@ def test_parts_of_a_step_add_up():
     both = device.price(product, rows, copies)
     assert both == (7050, 5_000_210, 100, 109, 9_303_000_000 + 45_610_000 + 1_200_000)
     assert device.price() == StepCost()
+
+
+def test_rows_that_are_added_up_in_a_cache_take_less():
+    device = Device("mine", 1e9, 1e9, cache_bytes=100, cache_bandwidth=1e9, add_row_seconds=1e-6)
+    within, beyond = (device.price(Work(moved=moved, added=10)).picoseconds for moved in (100, 101))
+    assert (within, beyond) == (100_000 + 4_000_000, 101_000 + 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices", "read"),
+    [
+        ("q[n]e -> ne", [(500, 70)], {"q": (30,)}, [30 * 70]),
+        ("q[n]e -> ne", [(500, 70)], {"q": (3000,)}, [500 * 70]),
+        ("i[nk]e, ne -> nk", [(500, 7), (20, 7)], {"i": (20, 3)}, [20 * 3 * 7, 20 * 7]),
+        ("iij -> ij", [(9, 9, 5)], {}, [9 * 5]),
+        ("ne -> q[n]e", [(20, 7)], {"q": (20,)}, [20 * 7]),
+    ],
+)
+def test_a_step_reads_no_more_than_the_rows_it_takes(spec, shapes, indices, read):
+    """All of a pool is read only where rows as many are taken; what is added up is written into the whole result."""
+    resolved = planner.resolve(spec, *shapes, sizes={"q": 400} if "-> q" in spec else None, **indices)
+    assert [*resolved.elements_read] == read
+    entries = sum(math.prod(shape) for shape in indices.values())
+    assert Einsum(resolved, "float32").bytes_touched() == 4 * (sum(read) + resolved.elements[-1]) + 8 * entries
 
 
 @pytest.mark.parametrize("backend", MACHINES)
