@@ -59,7 +59,7 @@ class _PlanTree:
 
     def __init__(self, plan: PlanRecord, inside: bool, own: bool) -> None:
         self.spec, self.precision, self.own = plan.resolved.spec, plan.options.precision, own
-        self.tree = add_guards(plan.tree, self.spec, plan.index_mode)
+        self.tree = add_guards(plan.tree, self.spec, plan.index_mode, gradients=True)
         self.lower = lowerer_of(plan)
         self.loop_run = cache(partial(loop_run, inside=inside))
         self.kept = {id(node) for node in kept_nodes(self.tree, plan.requires_grad)} if plan.keep == "some" else set()

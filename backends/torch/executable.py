@@ -163,7 +163,7 @@ class Executable:
     @cached_property
     def guarded_tree(self) -> Tree:
         """The tree with its guards, without loops, which torch can differentiate."""
-        return add_guards(without_loops(self.plan.tree), self.plan.resolved.spec, self.plan.index_mode)
+        return add_guards(without_loops(self.plan.tree), self.plan.resolved.spec, self.plan.index_mode, gradients=True)
 
     @cached_property
     def reads_unread(self) -> bool:

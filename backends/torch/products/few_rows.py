@@ -95,9 +95,9 @@ def multiply_few_rows(a: Tensor, b: Tensor) -> Tensor:
 
     Autograd must not record it: it would keep the copy.
     """
-    multiply = torch.mm if a.dim() == 2 else torch.bmm
     if not is_slow(a, b):
-        return multiply(a, b)
+        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
     (rows, terms), columns = a.shape[-2:], b.shape[-1]
     if a.numel() <= _MOST_COPIED:
         return multiply(a.contiguous(), b)
@@ -112,10 +112,12 @@ def multiply_few_rows(a: Tensor, b: Tensor) -> Tensor:
 
 def is_slow(a: Tensor, b: Tensor) -> bool:
     """Whether this processor takes long for a product as the two matrices, or batches of them, lie."""
-    # Sizes may be symbols where a tracer or a compiler looks, and would be specialised.
-    if not (is_intel() and usual(a, b)) or a.dtype not in _DTYPES.values() or not a.is_cpu:
-        return False
     (rows, terms), columns = a.shape[-2:], b.shape[-1]
+    # Sizes may be symbols where a tracer or a compiler looks, and would be specialised. Most numbers end it here.
+    if not is_intel() or (type(rows) is int and rows not in _ROWS):
+        return False
+    if not usual(a, b) or a.dtype not in _DTYPES.values() or not a.is_cpu:
+        return False
     return _is_few(a.dim() == 3 and a.shape[0] > 1, rows, columns, terms) and _as_columns(a) and _as_columns(b)
 
 
