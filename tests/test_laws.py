@@ -477,6 +477,9 @@ def test_rows_that_no_index_names_never_matter(engine, sample):
     pinned = [
         Problem("nj, q[n]jk -> q[n]k", ((9, 2), (4, 2, 3)), indices={"q": np.array([0, 2] * 4 + [0])}),
         Problem("nj, q[n]jk, mk -> nm", ((3, 2), (4, 2, 3), (2, 3)), indices={"q": np.array([0, 2, 0])}),
+        # Two products keep the rows apart until they are taken, and one adds them up.
+        Problem("ni, r[n]j, ijk, ek -> ne", ((300, 4), (4, 2), (4, 2, 3), (5, 3)), indices={"r": np.arange(300) % 3}),
+        Problem("ni, r[n]j, r[m]k, ij -> nkm", ((90, 4), (4, 2), (4, 3), (4, 2)), indices={"r": np.arange(90) % 3}),
         # A segment sum meets the whole pool, of which no rows are taken.
         Problem("q[n]d, nk -> q[n]dk", ((4, 8), (180, 8)), indices={"q": np.arange(180) % 2}, max_value=1),
         *(Problem(GROUPED, ((3, 1, n), (4, n, 3)), indices={"q": np.array([0, 2, -2])}) for n in (2, 100)),

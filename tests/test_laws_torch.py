@@ -379,6 +379,21 @@ def test_a_small_gather_masks_what_no_index_names(needs):
         assert torch.equal(of_pool, torch.tensor([200.0, 200, 0, 200])[:, None, None].expand(4, 16, 16))
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_products_before_a_take_mask_unread_rows_for_gradients_only(needs):
+    """Until rows of the pool are taken, each product keeps its rows apart: NaN of row 2 is in no row that is read."""
+    x, pool, rows = torch.ones(1024, 16), torch.ones(8, 8), torch.tensor([0, 1, 3, 7]).repeat(256)
+    pool[2] = torch.nan
+    operands = [x, pool.requires_grad_(needs), torch.ones(16, 8, 16), torch.ones(256, 16)]
+    spec = "ni, r[n]j, ijk, ek -> ne"
+    plan = planner.plan(spec, *operands, r=rows)
+    steps = [step.choice.lowering for step in plan.programs.forward.steps]
+    assert steps.index("take") > steps.index("matmul") + 1
+    assert ("mask" in steps) == needs
+    result = planner.contract(spec, *operands, r=rows)
+    assert torch.equal(result, torch.full((1024, 256), 16.0 * 16 * 8))
+
+
 @pytest.mark.parametrize("bad", [-6, 5])
 def test_a_small_gather_refuses_what_is_out_of_range(bad):
     rows = torch.tensor([0, bad, 1])

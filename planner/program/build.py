@@ -372,7 +372,7 @@ def build(
             conjugated: the loop's are.
     """
     requires, backend = contraction.requires_grad, load_backend(contraction.backend)
-    tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
+    tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode, contraction.may_be_differentiated)
     builder = _Builder(tree, operands, requires, lower)
     variables, inputs = builder.variables, tuple(range(len(operands)))
     peaks = _Peaks(contraction, variables, in_loop)

@@ -68,6 +68,11 @@ class Contraction:
         """Which operands need a gradient."""
         return tuple(operand.requires_grad for operand in self.operands)
 
+    @property
+    def may_be_differentiated(self) -> bool:
+        """Whether gradients may be asked for: JAX differentiates any plan."""
+        return self.backend == "jax" or any(self.requires_grad)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnMesh:

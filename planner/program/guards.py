@@ -39,13 +39,14 @@ from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 _NUMBERS = 64
 
 
-def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
+def add_guards(tree: Tree, spec: Spec, index_mode: str, gradients: bool) -> Tree:
     """Return a contraction's tree with its guards as nodes.
 
     Args:
         tree: the tree, without guards.
         spec: the resolved spec of the contraction.
         index_mode: the index mode, which says whether indices can be dropped.
+        gradients: whether some operand may take a gradient.
     """
     if isinstance(tree, Leaf) or not spec.gathers:
         return tree
@@ -71,19 +72,35 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
 
     # How the step that reads a node's value names its axes.
     next_terms: dict[int, Term] = {}
+    parents: dict[int, Node] = {}
     for node in nodes_of(tree):
         next_terms.update(zip(map(id, node.children), node.op.spec.inputs, strict=True))
+        parents.update(dict.fromkeys(map(id, node.children), node))
+
+    def are_taken(node: Node, axes: set[str]) -> bool:
+        """Return whether rows at some axes of a node's operand do not show in the result, because they are taken later.
+
+        Each step until then keeps the axes, and so unread rows apart. With gradients the next step must take them: its
+        gradient reads the node's value nowhere else.
+        """
+        while axes <= set(plain_axes(node.op.spec.output)) and id(node) in next_terms:
+            term, output = next_terms[id(node)], node.op.spec.output
+            left = axes - _axes_gathered_in(output, term)
+            node = parents[id(node)]
+            if not left or gradients or isinstance(node.op, Loop):
+                return not left
+            axes = {axis for entry, axis in zip(output, map(axis_of, term), strict=True) if entry in left and axis}
+        return False
 
     def visit(node: Node, guarded: tuple[Tree, ...]) -> Tree:
-        children, next_term = [], next_terms.get(id(node))
+        children = []
         for child, changed, term in zip(node.children, guarded, node.op.spec.inputs, strict=True):
             whole = None if _only_moves(node) else _operand_term(child, spec)
             if whole is None:
                 children.append(changed)
                 continue
             unread = _axes_gathered_in(term, whole)
-            taken_next = set() if next_term is None else _axes_gathered_in(node.op.spec.output, next_term)
-            children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
+            children.append(guard(child, node, term, whole, whole if unread else None, are_taken(node, unread)))
         return dataclasses.replace(node, children=tuple(children))
 
     return guard(change_tree(tree, visit), tree, tree.op.spec.output, spec.output)

@@ -203,7 +203,8 @@ def _lies(layout: Layout | None, shape: tuple[int, ...]) -> bool:
 
 def _with_guards(plan: PlanRecord) -> PlanRecord:
     """Return a plan with its guards: versions before 2026-11-24 stored programs without them."""
-    guarded = add_guards(plan.tree, plan.resolved.spec, plan.index_mode)
+    gradients = plan.contraction.may_be_differentiated
+    guarded = add_guards(plan.tree, plan.resolved.spec, plan.index_mode, gradients)
     if guarded == plan.tree or plan.programs.has_guards:
         return plan
     stored = {step.op: step.choice for step in plan.steps}
