@@ -84,10 +84,18 @@ def test_parts_of_a_step_add_up():
     assert device.price() == StepCost()
 
 
-def test_rows_that_are_added_up_in_a_cache_take_less():
-    device = Device("mine", 1e9, 1e9, cache_bytes=100, cache_bandwidth=1e9, add_row_seconds=1e-6)
-    within, beyond = (device.price(Work(moved=moved, added=10)).picoseconds for moved in (100, 101))
-    assert (within, beyond) == (100_000 + 4_000_000, 101_000 + 10_000_000)
+@pytest.mark.parametrize(("backend", "share"), [("torch", 0.4), ("numpy", 1.0), ("jax", 1.0)])
+def test_rows_that_torch_adds_up_in_a_cache_take_less(backend, share):
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    op = Einsum(planner.resolve("ne -> q[n]e", (100, 16), sizes={"q": 10}, q=(100,)), "float32")
+    moved = op.bytes_touched() + 2 * 4 * 100 * 16
+    for cached, counted in ((moved, share), (moved - 1, 1.0)):
+        device, free = (
+            Device("mine", 1e9, 1e9, cache_bytes=cached, cache_bandwidth=1e9, add_row_seconds=each)
+            for each in (1e-6, 0)
+        )
+        more, less = (load_backend(backend).table.choices(op, rates)[0].cost.picoseconds for rates in (device, free))
+        assert more - less == 100 * 1_000_000 * counted
 
 
 @pytest.mark.parametrize(

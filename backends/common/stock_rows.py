@@ -11,7 +11,7 @@ from planner.backends.common.elementwise import scattered_read_seconds, short_ru
 from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import SMALL_MATRIX, ArrayOps, count_views, evaluation, is_swapped
 from planner.backends.common.stock_layout import matrix_copies, product_copies, scattered_vectors, stock_layout
-from planner.cost.device import Device
+from planner.cost.device import CACHED_SHARE, Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, in_memory, neighbours
 from planner.language.cached import cached_by_step
@@ -161,6 +161,8 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
         parts.append(Work(launches=1, seconds=short_run_seconds(term_axes(term), [spec.output], spec, device)))
     if kind in ("matmul", "multiply"):
         return parts
+    if kind in ("segment sum", "take, segment sum") and device.kind == "cpu" and parts[-1].moved <= device.cache_bytes:
+        parts[-1] = parts[-1]._replace(added=CACHED_SHARE * parts[-1].added)
     if kind == "take, multiply, add" and device.kind == "cpu":
         parts[-1] = parts[-1]._replace(rate=_rate_of_rows(op, device))
     flat = sum(len(indexed_dims(term)) > 1 for term in spec.terms)

@@ -253,7 +253,8 @@ def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     op, table = Einsum(resolve(text, shape, sizes=sizes, q=(rows,)), "float32"), load_backend(lab.framework).table
     choice = next(choice for choice in table.choices(op, device) if table.rows[choice.lowering].stock)
     each = max(seconds - choice.cost.picoseconds / 1e12, 0.0) / rows
-    return each if takes or choice.cost.bytes_moved > device.cache_bytes else each / CACHED_SHARE
+    in_cache = lab.framework == "torch" and choice.cost.bytes_moved <= device.cache_bytes
+    return each / CACHED_SHARE if in_cache and not takes else each
 
 
 def _sorts(lab: Lab, device: Device) -> dict[str, float]:

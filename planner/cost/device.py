@@ -22,8 +22,8 @@ from planner.language.errors import PlannerError
 # each at 0.47 of the rate of torch's products (on an H200 34.4 GFLOP take 556 us).
 # `planner.kernels.tiled_product.triton_arithmetic` has the parts.
 PARTS_SHARE = 0.47 / 6
-# A row that is added up in a cache takes this share of what one takes in memory: 13 to 21 ns of 32 to 84 (rows of 8 to
-# 32 floats, one core of an Intel Xeon with AVX-512, torch 2.13, 2026-12-01).
+# A row that torch adds up in a cache takes this share of what one takes in memory: 13 to 21 ns of 32 to 84 (rows of 8
+# to 32 floats, one core of an Intel Xeon with AVX-512, torch 2.13, 2026-12-01).
 CACHED_SHARE = 0.4
 
 
@@ -55,9 +55,8 @@ class Device:
         matrix_seconds: overhead of each matrix of a batched product; on a card that of torch's operators, as in the
             next two.
         take_row_seconds: overhead of each row of a take.
-        add_row_seconds: overhead of each row of a segment sum that moves more than a cache holds; of others it is
-            `CACHED_SHARE` of that. Rows of one element cost as much as in a take. On a card it is the overhead of 16
-            elements.
+        add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take. Torch's
+            sums in a cache take `CACHED_SHARE` of it; on a card it is the overhead of 16 elements.
         loop_seconds: what torch's and NumPy's elementwise loops take to begin with two runs of neighbours. What they
             take for single elements and sums of short runs is in proportion.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
@@ -156,7 +155,7 @@ class Device:
         if matrices or taken or added or kernels:
             seconds += matrices * self.matrix_seconds
             seconds += taken * self.take_row_seconds
-            seconds += added * self.add_row_seconds * (CACHED_SHARE if moved <= self.cache_bytes else 1.0)
+            seconds += added * self.add_row_seconds
             seconds += kernels * self.kernel_seconds
         return seconds + (rows * self.sort_row_seconds + self.group_seconds) if rows else seconds
 
@@ -307,7 +306,7 @@ CPU = Device(
 
 # XLA takes a row in 0.4 to 0.8 ns and adds one up in 0.6 to 1.6 ns, besides what the bytes take; the times above are
 # torch's (4,096 rows of up to 64 numbers, one core of an AMD EPYC with AVX-512, JAX 0.10.2, 2026-11-30).
-CPU_OF_XLA = dataclasses.replace(CPU, take_row_seconds=6e-10, add_row_seconds=3.1e-9)
+CPU_OF_XLA = dataclasses.replace(CPU, take_row_seconds=6e-10, add_row_seconds=1.25e-9)
 
 
 def _card(

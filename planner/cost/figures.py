@@ -61,7 +61,7 @@ class Work(NamedTuple):
     kernels: int = 0
     matrices: int = 0
     taken: int = 0
-    added: int = 0
+    added: float = 0
     sorted: int = 0
     seconds: float | None = None
 
