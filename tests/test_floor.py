@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from unittest import mock
 
@@ -140,6 +141,18 @@ def test_sums_of_rows_need_no_tensor_cores(half_rate):
     least = gathered_floor("time", device, "bfloat16", 10_000, 1.0, 20_001, 0, (0, 10_000), 1, (False, False))
     row = load_backend("torch").table.price("segment sum, Triton", op, device)
     assert 0 < least <= row.cost.picoseconds
+
+
+def test_products_with_rows_may_run_at_the_rate_of_half_types():
+    """A device multiplies these a thousand times as fast as float32 here, as a drawn one did."""
+    device = Device("drawn", flop_rate=1e6, bandwidth=1e9, half_rate=1e9, kind="cpu")
+    spec = resolve_shapes("nij, q[n]jk -> nik", ((70, 30, 70), (16, 70, 50)), {"q": (70,)}).spec
+    pytest.importorskip("torch", reason="torch is not installed")
+    cost = load_backend("torch").table.price("take, multiply, add", Einsum(spec, "bfloat16"), device).cost
+    elements, copies = sum(spec.elements), 70 * 70 * 50
+    joint = 70 * 30 * 70 * 50
+    least = gathered_floor("time", device, "bfloat16", joint, 1.0, elements, copies, (70, 0), math.inf, (False, False))
+    assert 0 < least <= cost.picoseconds
 
 
 @st.composite

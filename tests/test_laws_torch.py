@@ -394,6 +394,29 @@ def test_products_before_a_take_mask_unread_rows_for_gradients_only(needs):
     assert torch.equal(result, torch.full((1024, 256), 16.0 * 16 * 8))
 
 
+@pytest.mark.parametrize("spec", ["r[n]j, jk -> nk", "r[n]j, ji, ik -> nk"])
+@pytest.mark.parametrize("way", ["backward", "func.grad"])
+def test_a_plan_without_gradients_gives_right_ones_or_refuses(spec, way):
+    """Products multiply the whole pool: a gradient that torch makes of them would read NaN of row 2."""
+    pool, rows = torch.ones(8, 8), torch.tensor([0, 1, 3, 7]).repeat(25_000)
+    others = [torch.ones(8, 16), torch.ones(16, 32)][: spec.count(",")]
+    plan = planner.plan(spec, pool, *others, r=rows, minimize="flops")
+    assert plan.steps[-1].choice.lowering == "take"
+
+    def gradient():
+        if way == "func.grad":
+            return torch.func.grad(lambda w: plan(pool, w, *others[1:], r=rows).sum())(others[0])
+        leaf = others[0].clone().requires_grad_()
+        plan(pool, leaf, *others[1:], r=rows).sum().backward()
+        return leaf.grad
+
+    assert torch.equal(gradient(), torch.full((8, 16), 100_000.0 * (32 if len(others) == 2 else 1)))
+    pool[2] = torch.nan
+    assert plan(pool, *others, r=rows).isfinite().all()
+    with pytest.raises(planner.PlannerError, match="without the gradient"):
+        gradient()
+
+
 @pytest.mark.parametrize("bad", [-6, 5])
 def test_a_small_gather_refuses_what_is_out_of_range(bad):
     rows = torch.tensor([0, bad, 1])

@@ -28,10 +28,9 @@ from planner.language.options import MODES, SEARCHES, Options
 from planner.language.spec import Gather, Spec, Term, gather_of
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
-from planner.program.guards import add_guards
+from planner.program.guards import add_guards, masks
 from planner.program.implementations import Table
 from planner.program.loops import plan_of_tree
-from planner.program.ops import Guard
 from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
 from planner.program.tree import Tree, keep_nothing, nodes_of, read_by_gradients
@@ -168,8 +167,12 @@ class Executable:
     @cached_property
     def reads_unread(self) -> bool:
         """Whether steps, or gradients by torch, compute with rows that no index names, where NaN must not count."""
-        steps: Any = nodes_of(self.guarded_tree) if self.programs.backward else self.programs.forward.steps
-        return any(isinstance(step.op, Guard) and step.op.rows is not None for step in steps)
+        return self.unread_in_gradients if self.programs.backward else any(map(masks, self.programs.forward.steps))
+
+    @cached_property
+    def unread_in_gradients(self) -> bool:
+        """Whether gradients by torch would do so, the plan's or those that it was not made for."""
+        return any(map(masks, nodes_of(self.guarded_tree)))
 
     @cached_property
     def run_forward(self) -> RunProgram:

@@ -33,7 +33,7 @@ from planner.backends.torch.contexts.modes import (
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, counted_from_start
-from planner.backends.torch.ops import OPS, captured, dispatches, is_finite, is_recorded, unseen, viewing
+from planner.backends.torch.ops import OPS, are_derived, captured, dispatches, is_finite, is_recorded, unseen, viewing
 from planner.backends.torch.strides import STRIDE_OPS, Strided
 from planner.language.cached import cached_by_step
 from planner.language.options import MODES
@@ -322,8 +322,14 @@ class IndexedRun:
             self.given = known
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        given, negative = self.given, self.negative
-        if given is not None and usual(*operands) and (found := self._found(given, indices, negative)) is not None:
+        (executable, member), given, negative = self.made_for, self.given, self.negative
+        reads = executable.reads_unread or (executable.unread_in_gradients and are_derived(operands))
+        if (
+            given is not None
+            and not reads
+            and usual(*operands)
+            and (found := self._found(given, indices, negative)) is not None
+        ):
             with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
                 return self.native([*operands, found])
             with contextlib.suppress(IndexError, RuntimeError):
@@ -332,25 +338,24 @@ class IndexedRun:
                     self.negative = True
                     return result
             return self._otherwise(operands, indices)
-        executable, member = self.made_for
         index: _Index | RangedIndices | None = None
         if self.most is not None and any([math.prod(indices[name].shape) > self.most for name in executable.arrays]):
             return self._otherwise(operands, indices)
         if (inside := operands if usual(*operands) else under_grads(*operands)) is not None:
             # Hooks would see what autograd saves before an index is refused.
             trusts = self.trusts and not (self.records and hooked())
-            looks = inside is not operands and (executable.reads_unread or not trusts)
+            looks = inside is not operands and (reads or not trusts)
             with below_transforms() if looks else _NOTHING:
-                index = _as_read(executable, member, inside, indices, trusts)
+                index = _as_read(executable, member, inside, indices, reads, trusts)
             if index is not None and trusts:
                 try:
                     return self.native([*executable.views(operands, member), index])
                 except (IndexError, RuntimeError):  # an index out of range, or a negative one
                     index = None
         elif _as_usual(operands):
-            index = _as_read(executable, member, operands, indices)
+            index = _as_read(executable, member, operands, indices, reads)
         elif compiles() and not (transformed() or bare_operators()):
-            index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
+            index = None if reads or executable.drops else self._own().prepare(indices)
         if index is None:
             return self._otherwise(operands, indices)
         return self.native([*executable.views(operands, member), index])
@@ -397,13 +402,12 @@ def _as_read(
     member: Member | None,
     operands: Sequence[Tensor],
     indices: Mapping[str, Any],
+    reads: bool,
     trusts: bool = False,
 ) -> _Index | None:
     """Return the index arrays for native calls on operands with values; None if these had to copy or mask something."""
     index = _as_they_are(executable, member, operands, indices, trusts)
-    if index is not None and executable.reads_unread and any(unseen(x) or not is_finite(x) for x in operands):
-        return None
-    return index
+    return None if index is None or (reads and any(unseen(x) or not is_finite(x) for x in operands)) else index
 
 
 def _as_usual(operands: Sequence[Tensor]) -> bool:

@@ -325,6 +325,11 @@ def dataless(x: Tensor) -> bool:
     return x.is_meta or is_fake(x)
 
 
+def are_derived(operands: Sequence[Tensor]) -> bool:
+    """Return whether autograd, or `torch.func.grad`, records what runs on some operands."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in operands])
+
+
 def is_recorded(x: Tensor) -> bool:
     """Return whether a tracer records what runs on a tensor, which may have no values."""
     return not usual(x) and (dataless(x) or records())

@@ -71,6 +71,8 @@ _COLUMN_SHARE, _MANY_COLUMNS, _GROUP_MATRICES = 0.1, 12, {1: 5, 2: 8}
 # Shares of buffers for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
 _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
+# `sampled_addmm` multiplies shorter rows than this element by element.
+_SHORT_DOT = 8
 # How many operators, as to their time, each of its functions takes beside its work: 110, 70 and 170 us were measured
 # for scores, one gradient and both, for 16 queries of 64 rows (AMD EPYC, torch 2.13, 2026-11-25).
 _POOL_LAUNCHES = {"scores": 33, "query_gradient": 23, "pool_gradient": 23, "gradients": 52}
@@ -135,14 +137,16 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
         scratch = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
         flops = op.products * 2 * chosen * d
         moved += chosen * d * size
-        # Of each taken row and each of its elements, and of each element of the queries' gradients. One core of an
-        # Intel Xeon with AVX-512, torch 2.13, 2026-12-01; rows of 2 to 32 floats, 1 to 8 for each query.
+        # Of each taken row and each of its elements, and of each query and its elements. One core of an Intel Xeon with
+        # AVX-512, torch 2.13, 2026-12-01; rows of 2 to 64 floats, 1 to 100 for each query.
         seconds_of = {
             "scores": chosen * (9e-9 + 0.85e-9 * d) + 2e-4,
             "query_gradient": chosen * d * 0.5e-9 + 2e-4,
             "pool_gradient": chosen * d * 0.75e-9 + 2e-4,
         }
         if dtype in torch_pooled.BAGGED:
+            short = 12e-9 if d < _SHORT_DOT else 0.0
+            seconds_of["scores"] = chosen * (3.5e-9 + 0.07e-9 * d + short) + b * q * (10e-9 + 0.35e-9 * d) + 1e-4
             seconds_of["query_gradient"] = chosen * (4e-9 + 0.06e-9 * d) + b * q * d * 1.1e-9 + 2e-4
             if torch_pooled.sorts(q, k, m, dtype):
                 summed = device.moving_seconds(2 * b * m * d * size)

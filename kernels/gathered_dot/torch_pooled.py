@@ -5,8 +5,8 @@ The package states the contract. Each function comes in two variants, with the s
 - *pooled*: multiply the query with the whole pool, `query @ pool^T` in a buffer, then take the named scores. The work
   does not depend on K, and runs at the speed of a matrix product.
 - *gathered*: fetch the named rows of the pool into a buffer, then multiply. The work grows with K. Gradients are
-  weighted sums of rows. In float32 and float64, `embedding_bag` adds up rows without a copy: the rows of the pool that
-  a query names, or, after sorting, the queries that name a row.
+  weighted sums of rows. In float32 and float64 no rows are copied: `sampled_addmm` multiplies a query with the rows
+  that it names, and `embedding_bag` adds up these rows, or, after sorting, the queries that name a row.
 
 Both variants walk blocks of queries through buffers that are used again, and neither builds `pool[index]`. Duplicates
 in an index add up in order.
@@ -19,8 +19,10 @@ the scores themselves when there are many keys.
 from __future__ import annotations
 
 import cmath
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -136,6 +138,16 @@ def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     """Return the scores, by fetching the named rows; arguments and result as in `pooled_scores`."""
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_zeros(keys.values.shape)
+    k, d = keys.values.shape[2], pool.shape[2]
+    # Torch makes no sparse matrix of more elements than it has places.
+    if query.dtype == pool.dtype and k <= pool.shape[1] and _can_bag(pool, keys):
+        for b, q, table, chosen, _ in _row_blocks(pool, keys, False, _bag_bytes(k, d, pool.dtype)):
+            starts, into = torch.arange(0, chosen.numel() + 1, k, device="cpu"), out[b, q].view(-1)
+            shape = len(starts) - 1, len(table)
+            scores = _sparse()(starts, chosen.reshape(-1), into, shape, check_invariants=False)
+            torch.sparse.sampled_addmm(scores, query[b, q].reshape(-1, d), table.t(), beta=0.0, out=scores)
+            del chosen, starts, scores
+        return out
     for b, q, rows in _fetch_rows(pool, keys):
         # One row times many columns runs several times as fast as many rows times one column.
         scores = torch.bmm(query[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[3]), rows.flatten(0, 1).transpose(1, 2))
@@ -249,7 +261,7 @@ def gathered_scratch_bytes(what: Function, sizes: Sizes, dtype: torch.dtype, ind
     needed = chosen * size_d * wide + count * max(keys, size_d) * wide + 8 * chosen * (2 + (index_itemsize != 8)) + 2048
     if accumulator(dtype) != dtype:
         needed += chosen * size_d * dtype.itemsize + wide * (count * (size_d + keys) + batch * pool * size_d)
-    if what == "query_gradient" and dtype in BAGGED:  # The pool's strides decide whether rows are bagged or fetched.
+    if what != "pool_gradient" and dtype in BAGGED:  # The pool's strides decide whether rows are read or fetched.
         count = _queries(batch, queries, _bag_bytes(keys, size_d, dtype), FETCHED_BYTES)
         needed = max(needed, count * (keys * (16 + 8 * (index_itemsize != 8)) + 40 + size_d * wide) + 2048)
     return needed
@@ -344,8 +356,17 @@ def _weights(g: Tensor, keys: IndexArray, m: int, share: int) -> Iterator[tuple[
         yield b, q, weights[..., :m]
 
 
+@cache
+def _sparse() -> Callable[..., Tensor]:
+    """Return `torch.sparse_csr_tensor`, after it warned, unseen and once for all, that it may change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")
+    return torch.sparse_csr_tensor
+
+
 def _can_bag(pool: Tensor, keys: IndexArray) -> bool:
-    """Whether `embedding_bag` can read the pool without a copy: its rows are contiguous, and no key is dropped."""
+    """Whether torch can read named rows of the pool without a copy: they are contiguous, and no key is dropped."""
     if pool.dtype not in BAGGED or pool.stride()[1:] != (pool.shape[2], 1):
         return False
     return not (keys.may_drop and keys.values.numel() and int(keys.values.max()) == pool.shape[1])

@@ -148,15 +148,14 @@ def _cache(lab: Lab, bandwidth: float) -> dict[str, float]:
         return max(near, default=0)
 
     fast = max(statistics.median(speeds[1:5]), bandwidth)
-    middle = min(max(statistics.median(speeds[5:8]), bandwidth), fast)
-    outer = held(middle, bandwidth) if middle > _OUTER_TIMES * bandwidth else 0
-    inner = held(fast, middle if outer else bandwidth)
-    outer = outer if outer > inner else 0
+    middle = statistics.median(speeds[5:8])
+    has_outer = fast > _OUTER_TIMES * middle > _OUTER_TIMES**2 * bandwidth
+    inner, outer = held(fast, middle if has_outer else bandwidth), held(middle, bandwidth) if has_outer else 0
     return dict(zip(_CACHES, (inner, fast, outer, middle if outer else math.inf), strict=True))
 
 
 _CACHES = ("cache_bytes", "cache_bandwidth", "outer_cache_bytes", "outer_cache_bandwidth")
-# An outermost cache counts if it is so many times as fast as memory.
+# An outermost cache counts if it is so many times as fast as memory, and the inner one as it.
 _OUTER_TIMES = 1.25
 
 
@@ -188,7 +187,7 @@ def _extra_seconds_per_byte(lab: Lab, size: int) -> float:
 def _best_split(extra: Sequence[float]) -> int:
     """Return where to cut a list in two: the squared distances to the mean of their side are least.
 
-    Logarithms would not do: where the allocator gives memory out again, next to nothing is left, once more once less.
+    Logarithms would not do: memory that is given out again takes next to no time more, and noise would decide.
     """
 
     def spread(values: Sequence[float]) -> float:

@@ -162,10 +162,11 @@ def gathered_floor(
     if objective == "bytes":
         return _count(xp, size * elements * steps)
     moving = _least_moving_seconds(xp, device, size * (elements + 2 * copies))
-    seconds = (4 + stock_launches) * device.launch_seconds + xp.maximum(moving, joint / device.flop_rate)
+    rate = max(device.fastest_rate(dtype), device.flop_rate)
+    seconds = (4 + stock_launches) * device.launch_seconds + xp.maximum(moving, joint / rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
     # Some kernels add products up without tensor cores, half types too.
-    product = joint * share / max(device.fastest_rate(dtype), device.flop_rate)
+    product = joint * share / rate
     busy = xp.maximum(product, _least_moving_seconds(xp, device, size * elements) if device.kind == "cuda" else 0.0)
     has_kernels = xp.isfinite(launches)
     kernel = xp.where(has_kernels, xp.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)
@@ -250,7 +251,7 @@ def _moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
 
 def _least_moving_seconds(xp: Any, device: Device, moved: Array) -> Array:
     """Return the seconds that moving as many bytes or more takes."""
-    beyond, fastest = device.bandwidth, max(device.cache_bandwidth, device.fastest_bandwidth)
+    beyond, fastest = device.bandwidth, device.fastest_bandwidth
     if device.outer_cache_bytes:
         beyond = xp.where(moved <= device.outer_cache_bytes, max(device.outer_cache_bandwidth, beyond), beyond)
     return moved / xp.where(moved <= device.cache_bytes, fastest, beyond)

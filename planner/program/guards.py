@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from planner.language.dtypes import is_inexact, itemsize
 from planner.language.options import MODES
@@ -80,8 +81,8 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str, gradients: bool) -> Tree
     def are_taken(node: Node, axes: set[str]) -> bool:
         """Return whether rows at some axes of a node's operand do not show in the result, because they are taken later.
 
-        Each step until then keeps the axes, and so unread rows apart. With gradients the next step must take them: its
-        gradient reads the node's value nowhere else.
+        Each step until then keeps the axes, and so unread rows apart. With gradients the next step must take them: the
+        gradient of a product would read unread rows of its operands.
         """
         while axes <= set(plain_axes(node.op.spec.output)) and id(node) in next_terms:
             term, output = next_terms[id(node)], node.op.spec.output
@@ -160,6 +161,11 @@ def dropped_brackets(term: Term, spec: Spec) -> tuple[Gather, ...]:
     if len(set(plain)) < len(plain):
         return ()
     return tuple(g for g in spec.gathers if g.axes and set(g.axes) <= set(plain) and g not in term)
+
+
+def masks(step: Any) -> bool:
+    """Whether a step or a node of a tree is a guard of unread rows."""
+    return isinstance(step.op, Guard) and step.op.rows is not None
 
 
 def index_bytes(spec: Spec) -> int:

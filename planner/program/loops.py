@@ -102,9 +102,9 @@ def device_in_loop(device: Device, backend: str) -> Device:
     """Return the rates at which the steps of a loop's body run."""
     if device.kind != "cpu" or not load_backend(backend).compiles:
         return device
-    names = ("bandwidth", "cache_bandwidth", "outer_cache_bandwidth")
-    if all(getattr(device, name) <= _LOOP_BANDWIDTH for name in names):
+    if device.fastest_bandwidth <= _LOOP_BANDWIDTH:
         return device  # a loop in a loop
+    names = ("bandwidth", "cache_bandwidth", "outer_cache_bandwidth")
     slow = {name: min(getattr(device, name), _LOOP_BANDWIDTH) for name in names}
     return dataclasses.replace(device, name=f"{device.name}, one core", **slow)
 

@@ -103,7 +103,7 @@ def least_by_sizes(space: SearchSpace, objective: str) -> float:
         return elements * size
     if objective == "time":
         device = space.device
-        moving = elements * size / max(device.cache_bandwidth, device.fastest_bandwidth)
+        moving = elements * size / device.fastest_bandwidth
         return moving * (1 - 1e-9) + (len(spec.inputs) - 1) * device.launch_seconds
     if objective == "peak":
         known = set().union(*map(set, map(plain_axes, spec.inputs)))
