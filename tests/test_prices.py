@@ -98,6 +98,17 @@ def test_rows_that_torch_adds_up_in_a_cache_take_less(backend, share):
         assert more - less == 100 * 1_000_000 * counted
 
 
+def test_products_of_matrices_are_slower_than_others_in_an_outer_cache():
+    """Here it moves 4 GB/s, and memory 1: what is packed there moves 2."""
+    device = Device("mine", 1e18, 1e9, outer_cache_bytes=2**20, outer_cache_bandwidth=4e9, loop_seconds=0.0)
+    for text, inputs, rate in (("ij,jk->ik", 2, 2), ("ij,ij->ij", 2, 4)):
+        for side, beyond in ((256, False), (512, True)):
+            op = Einsum(planner.resolve(text, *[(side, side)] * inputs), "float32")
+            cost = next(c.cost for c in load_backend("numpy").table.choices(op, device))
+            moved = 12 * side * side
+            assert cost.picoseconds == pytest.approx(moved * 1000 / (1 if beyond else rate), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes", "indices", "read"),
     [
