@@ -143,8 +143,8 @@ def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     if query.dtype == pool.dtype and k <= pool.shape[1] and _can_bag(pool, keys):
         for b, q, table, chosen, _ in _row_blocks(pool, keys, False, _bag_bytes(k, d, pool.dtype)):
             starts, into = torch.arange(0, chosen.numel() + 1, k, device="cpu"), out[b, q].view(-1)
-            shape = len(starts) - 1, len(table)
-            scores = _sparse()(starts, chosen.reshape(-1), into, shape, check_invariants=False)
+            options = {"size": (len(starts) - 1, len(table)), "device": "cpu", "check_invariants": False}
+            scores = _sparse()(starts, chosen.reshape(-1), into, **options)
             torch.sparse.sampled_addmm(scores, query[b, q].reshape(-1, d), table.t(), beta=0.0, out=scores)
             del chosen, starts, scores
         return out
