@@ -47,9 +47,6 @@ _STRIDED_SECONDS = 2e-9
 # allocates its result first, takes besides; and so do a take and a segment sum of rows: 1.4, 1.3, 3.5 and 6.5 us if a
 # product of contiguous operands takes 1.8 to 2.4 (AMD EPYC, torch 2.13, 2026-11-25).
 VIEW_LAUNCHES, SCATTERED_LAUNCHES, TAKE_LAUNCHES, ADD_LAUNCHES = 0.8, 0.7, 1.5, 2.8
-# A product of matrices takes so much longer than one by element: 7.7 us where the latter takes 6.2 (one core of an
-# Intel Xeon with AVX-512, torch 2.13, 2026-12-01). A sum takes 8 to 10 us there, so it counts as two operators.
-_MATMUL_LAUNCHES = 0.4
 # How many operators, as to their time, it takes torch to make one flat index for several dimensions: 6 us were measured
 # for `nikq[n] -> nik`, which takes 2 us more. AMD EPYC, torch 2.13, 2026-11-25.
 _FLAT_LAUNCHES = 2.5
@@ -139,8 +136,7 @@ def flat_stock_work(op: Op, device: Device) -> list[Work]:
             parts.append(Work(seconds=batch * m * n * (k * for_term + for_sum)))
         elif kind == "matmul":
             parts.append(Work(seconds=small_matrix_seconds(form, device)))
-        launches = _view_launches(form, spec, layouts) + _MATMUL_LAUNCHES * (kind == "matmul")
-        if launches:
+        if launches := _view_launches(form, spec, layouts):
             parts.append(Work(launches=launches))
         if kind == "matmul" and any(apart := scattered_vectors(form, spec, layouts)):
             # `product_copies` already counts a part of these copies: only the rest is added.
