@@ -322,14 +322,10 @@ class IndexedRun:
             self.given = known
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        (executable, member), given, negative = self.made_for, self.given, self.negative
+        (executable, member), negative = self.made_for, self.negative
         reads = executable.reads_unread or (executable.unread_in_gradients and are_derived(operands))
-        if (
-            given is not None
-            and not reads
-            and usual(*operands)
-            and (found := self._found(given, indices, negative)) is not None
-        ):
+        given = None if reads else self.given
+        if given is not None and usual(*operands) and (found := self._found(given, indices, negative)) is not None:
             with contextlib.suppress(IndexError, RuntimeError):  # an index out of range, or a negative one
                 return self.native([*operands, found])
             with contextlib.suppress(IndexError, RuntimeError):

@@ -21,6 +21,7 @@ from planner.backends.common.kernel_rows import (
     has_turned_rows,
     kernel_rows,
     pool_function,
+    views_of,
 )
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import (
@@ -48,6 +49,7 @@ from planner.backends.torch.products.transposed import reordered_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.floor import Launches
+from planner.cost.layout import flattens, neighbours
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
@@ -135,6 +137,8 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
         seconds *= _POOL_SHARE_TIMES[share]
     else:
         scratch = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
+        if function == "scores" and _reads_in_place(op, form):
+            scratch = torch_pooled.sampled_scratch_bytes(form.sizes, dtype)
         flops = op.products * 2 * chosen * d
         moved += chosen * d * size
         # Of each taken row and each of its elements, and of each query and its elements. One core of an Intel Xeon with
@@ -158,11 +162,27 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
     return [Work.of_copies(flattened_bytes(op, form)), dots]
 
 
+def _reads_in_place(op: Op, form: PooledForm) -> bool:
+    """Whether the rows of the pool of some scores lie one after the other, and the queries as one matrix."""
+    layouts, given = op.layouts or (None, None), views_of(op, form)[0]
+    (term, (batch, members, depth)), layout = given[form.place], layouts[form.place]
+    queries, (first, second, third) = given[1 - form.place]
+    return (
+        flattens(term, layout, (batch, (*members, *depth)), op.spec)
+        and (neighbours(term, layout, op.spec) in depth or form.sizes[3] == 1)
+        and flattens(queries, layouts[1 - form.place], ((*first, *second, *third),), op.spec)
+    )
+
+
 def _taken_scratch(share: int, op: Op, drops: bool) -> int:
-    """Return how much more scratch gradients need that take rows, because an operand holds NaN or infinity."""
+    """Return how much more scratch a step needs that fetches rows, for dropped indices, or NaN or infinity."""
     form, dtype = pooled_form(op.spec), torch_dtype(op.dtype)
     assert isinstance(form, PooledForm)
     function = pool_function(op, form)
+    if not share:
+        more = drops and function == "scores" and _reads_in_place(op, form)
+        fetched = torch_pooled.gathered_scratch_bytes("scores", form.sizes, dtype)
+        return fetched - torch_pooled.sampled_scratch_bytes(form.sizes, dtype) if more else 0
     if function == "scores":
         return 0
     taken = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
@@ -177,7 +197,8 @@ def _pools() -> dict[str, PoolKernels]:
         work, guarded = partial(_pooled_work, share), partial(_taken_scratch, share)
         pools[WHOLE_POOL + label] = PoolKernels(**functions, work=work, guarded_scratch=guarded, launches=10)
     functions = {what: getattr(torch_pooled, f"gathered_{what}") for what in POOL_FUNCTIONS}
-    return {**pools, "take in chunks": PoolKernels(**functions, work=partial(_pooled_work, 0), launches=10)}
+    work, guarded = partial(_pooled_work, 0), partial(_taken_scratch, 0)
+    return {**pools, "take in chunks": PoolKernels(**functions, work=work, guarded_scratch=guarded, launches=10)}
 
 
 def _kernels(share: int) -> Kernels:

@@ -8,12 +8,10 @@ The package states the contract. Each function comes in two variants, with the s
   weighted sums of rows. In float32 and float64 no rows are copied: `sampled_addmm` multiplies a query with the rows
   that it names, and `embedding_bag` adds up these rows, or, after sorting, the queries that name a row.
 
-Both variants walk blocks of queries through buffers that are used again, and neither builds `pool[index]`. Duplicates
-in an index add up in order.
+Both walk blocks of queries through buffers used again, and neither builds `pool[index]`. Duplicates add up in order.
 
-The pooled variant hands the caller's index to torch unchecked. Torch refuses values out of bounds, and only blocks
-that it refuses are brought into range and checked. That saves a pass over the whole index, which would take as long as
-the scores themselves when there are many keys.
+The pooled variant hands the caller's index to torch unchecked. Torch refuses values out of bounds, and only blocks that
+it refuses are brought into range and checked. That saves a pass over the index, as long as the scores themselves take.
 """
 
 from __future__ import annotations
@@ -42,9 +40,8 @@ Sizes = tuple[int, int, int, int, int]
 BAGGED = (torch.float32, torch.float64)
 
 # Bytes of a block: of its dense scores, and of its fetched rows. Fetched blocks of 1 MiB take up to twice the time.
-# Dense blocks hold several entries of the batch, and these are multiplied in one call: each call waits until the
-# slowest core is done (1000 keys of 8,000 queries: 19.4 ms; 26.5 ms in blocks of 4 MiB; 2 cores of an Intel Xeon at
-# 2.8 GHz, torch 2.13, 2026-11-21).
+# Dense blocks hold several entries of the batch, multiplied in one call: each call waits for the slowest core (1000
+# keys of 8,000 queries: 19.4 ms; 26.5 ms in blocks of 4 MiB; 2 cores of an Intel Xeon, torch 2.13, 2026-11-21).
 DENSE_BYTES = 16 << 20
 FETCHED_BYTES = 4 << 20
 # Bytes that a block may allocate to sort its index, and how many of them each element takes: the element, its group and
@@ -73,7 +70,7 @@ def pooled_scores(query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1)
     m = pool.shape[1]
     buffer, blocks = _dense_buffer(keys, m, query.dtype, share)
     for b, q in blocks:
-        scores = _block(buffer, b, q)
+        scores = _reshape(buffer, (b.stop - b.start, q.stop - q.start, *buffer.shape[1:]))
         scores[..., m:].zero_()
         _multiply(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
 
@@ -242,6 +239,15 @@ def pooled_scratch_bytes(sizes: Sizes, dtype: torch.dtype, index_itemsize: int =
     return needed
 
 
+def sampled_scratch_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
+    """The same of `gathered_scores` that reads rows where they lie, of int64 keys none of which is dropped."""
+    batch, queries, pool, size_d, keys = sizes
+    if dtype not in BAGGED or keys > pool:
+        return gathered_scratch_bytes("scores", sizes, dtype)
+    count = _queries(batch, queries, _bag_bytes(keys, size_d, dtype), FETCHED_BYTES)
+    return count * (8 * keys * (batch > 1) + 8) + 2048
+
+
 def gathered_scratch_bytes(what: Function, sizes: Sizes, dtype: torch.dtype, index_itemsize: int = 8) -> int:
     """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
     if what == "gradients":
@@ -302,11 +308,6 @@ def _dense_buffer(keys: IndexArray, m: int, dtype: torch.dtype, share: int) -> t
     return torch.empty(shape, dtype=accumulator(dtype), device="cpu"), _blocks(*sizes)
 
 
-def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
-    shape = (b.stop - b.start, q.stop - q.start)
-    return buffer[: prod(shape)].unflatten(0, shape)
-
-
 def _is_empty(keys: IndexArray, *sizes: int) -> bool:
     """Return True if there is nothing to read or write; the index is checked even then."""
     if keys.values.numel() and all(sizes):
@@ -347,7 +348,7 @@ def _weights(g: Tensor, keys: IndexArray, m: int, share: int) -> Iterator[tuple[
     g = g.resolve_conj()
     buffer, blocks = _dense_buffer(keys, m, g.dtype, share)
     for b, q in blocks:
-        weights, terms = _block(buffer, b, q), g[b, q].to(buffer.dtype)
+        weights, terms = _reshape(buffer, (*g[b, q].shape[:2], *buffer.shape[1:])), g[b, q].to(buffer.dtype)
 
         def add(at: Place, chosen: Tensor, weights: Tensor = weights, terms: Tensor = terms) -> None:
             weights[at].zero_().scatter_add_(2, chosen, terms[at])
@@ -446,4 +447,4 @@ def _multiply(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
 
 
 def _reshape(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return buffer[: prod(shape)].view(shape)
+    return buffer.view(-1)[: prod(shape)].view(shape)

@@ -188,6 +188,12 @@ class Device:
         Libraries pack operands before they multiply. Of an outer cache they are slower than copies: products of 1,000
         steps of the corpus are predicted best with the geometric mean of its rate and the memory's, and some read 16 MB
         there at 8 to 11 GB/s, where copies moved 25 (one core of an Intel Xeon with AVX-512, torch 2.13, 2026-12-01).
+
+        Example:
+            >>> import planner
+            >>> device = planner.Device("mine", 1e12, 1e9, outer_cache_bytes=10**7, outer_cache_bandwidth=4e9)
+            >>> device.packing_seconds(10**6)
+            0.0005
         """
         seconds = self.moving_seconds(moved)
         if self.cache_bytes < moved <= self.outer_cache_bytes:
