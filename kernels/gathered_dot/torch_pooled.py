@@ -33,8 +33,7 @@ from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 
 Place = tuple[slice, slice]
 Function = Literal["scores", "query_gradient", "pool_gradient", "gradients"]
-# The sizes B, Q, M, D and K.
-Sizes = tuple[int, int, int, int, int]
+Sizes = tuple[int, int, int, int, int]  # B, Q, M, D and K
 
 # The dtypes in which `embedding_bag` rounds as a matrix product does.
 BAGGED = (torch.float32, torch.float64)
@@ -136,8 +135,9 @@ def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_zeros(keys.values.shape)
     k, d = keys.values.shape[2], pool.shape[2]
-    # Torch makes no sparse matrix of more elements than it has places.
-    if query.dtype == pool.dtype and k <= pool.shape[1] and _can_bag(pool, keys):
+    # Torch makes no sparse matrix of more elements than it has places, and modes often cannot look into one.
+    in_place = k <= pool.shape[1] and not torch._C._len_torch_dispatch_stack()
+    if in_place and query.dtype == pool.dtype and _can_bag(pool, keys):
         for b, q, table, chosen, _ in _row_blocks(pool, keys, False, _bag_bytes(k, d, pool.dtype)):
             starts, into = torch.arange(0, chosen.numel() + 1, k, device="cpu"), out[b, q].view(-1)
             options = {"size": (len(starts) - 1, len(table)), "device": "cpu", "check_invariants": False}

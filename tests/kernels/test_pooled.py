@@ -18,6 +18,7 @@ from grouped_laws import ARRAYS, each, kernel_module, torch_array, torch_scratch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import planner
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import IndexRangeError
 from planner.testing.reference import reference, reference_gradients
@@ -336,3 +337,23 @@ def test_scores_are_no_copy_of_what_a_loop_wrote(jax):
     given = [jax.ShapeDtypeStruct(*x) for x in (*shapes, ((4, 100, 200), "int32"))]
     used = xla_temporaries(lambda *arrays: scores(*arrays).reshape(4, 1, 100, 200), *given, hurries=False)
     assert used < 4 * 4 * 100 * 200
+
+
+def test_scores_are_the_same_where_modes_look(torch):
+    """Modes cannot look into sparse matrices, of which `sampled_addmm` makes scores."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kernels = kernel_module("gathered_dot.torch_pooled")
+    generator = torch.Generator().manual_seed(0)
+    query, pool = (torch.randint(-3, 4, (2, n, 16), generator=generator).float() for n in (40, 30))
+    index = torch.randint(0, 30, (2, 40, 10), generator=generator)
+    alone = kernels.gathered_scores(query, pool, IndexArray(index))
+    with FlopCounterMode(display=False) as counter:
+        watched = kernels.gathered_scores(query, pool, IndexArray(index))
+    assert torch.equal(alone, watched)
+    assert counter.get_total_flops() == 2 * 2 * 40 * 10 * 16
+    plan = planner.plan("bqd, b i[bqk] d -> bqk", (64, 1000, 32), (64, 1000, 32), i=(64, 1000, 10), backend="torch")
+    assert [step.choice.lowering for step in plan.steps] == ["take in chunks"]
+    operands = [torch.ones(64, 1000, 32)] * 2
+    analysis = plan.analyze(*operands, i=torch.zeros(64, 1000, 10, dtype=torch.int64), rounds=1)
+    assert "measured" in str(analysis)
