@@ -229,9 +229,9 @@ class Spec:
 
     @cached_property
     def elements_read(self) -> tuple[int, ...]:
-        """The number of elements of each input that are read at most: of a pool, no more than the rows taken have.
+        """The number of elements of each input that a step reads.
 
-        Of a diagonal they are its own.
+        Of a pool it reads no more than the rows that it takes have, and of a diagonal only its entries.
         """
         taken = [math.prod(self.shape(term_axes(term))) for term in self.inputs]
         return tuple(map(min, self.elements, taken))
