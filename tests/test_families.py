@@ -427,10 +427,13 @@ def test_a_family_whose_search_for_loops_is_interrupted_is_not_remembered(monkey
 
 
 def test_no_search_begins_after_an_interrupted_one_for_a_plan_as_lean_as_einsum(monkeypatch):
-    case = ("q[n]c, nc -> n", {"n": 3615, "c": 128, "G": 116}, False)
-    lean = make_plan(plan_of(case).contraction)
+    """A plan as slow as this would be searched for loops too."""
+    operands = [Operand(shape, requires_grad=True) for shape in [(4, 64, 9, 32), (64,), (9,)]]
+    lean = planner.plan("pijk, i, j -> k", *operands, backend="torch", device="cpu")
     assert "as lean as einsum" in lean.origin
-    search = Mock(return_value=dataclasses.replace(lean, origin="interrupted: exact"))
+    slow = dataclasses.replace(lean.programs, cost=dataclasses.replace(lean.cost, seconds=1))
+    found = dataclasses.replace(lean, programs=slow, origin="interrupted: exact")
+    search = Mock(return_value=found)
     monkeypatch.setattr("planner.search.choose.make_plan", search)
     assert make_plan(lean.contraction).origin.startswith("interrupted: exact")
     assert search.call_count == 1
