@@ -1,5 +1,6 @@
 """The corpus of public einsum strings: its table, and the part of the benchmark that runs it."""
 
+import dataclasses
 import math
 import re
 
@@ -10,6 +11,7 @@ import planner
 from planner.bench import corpus as bench
 from planner.bench.corpus import corpus, gather_then_einsum, random_rows
 from planner.bench.timing import SCALES, Settings
+from planner.workloads import WORKLOADS
 
 ROWS = corpus("overhead")
 
@@ -89,6 +91,31 @@ def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(m
     text = capsys.readouterr().out
     assert "einsum again by einsum: median" in text
     assert all(text.count(row.spec) == 2 for row in kept), "forward, and with gradients"
+
+
+def test_the_least_time_of_several_passes_counts(monkeypatch, capsys):
+    seconds = iter([3e-6, 1e-6, 2e-6, 4e-6])
+    row = dataclasses.replace(ROWS[0], name="some row")
+
+    def timed(row, framework, settings):
+        return {which: {bench.EINSUM: next(seconds), bench.OURS: 2e-6} for which in ("f", "g")}
+
+    monkeypatch.setattr(bench, "time_row", timed)
+    monkeypatch.setattr(bench, "corpus", lambda scale: (row,))
+    results = list(bench.compare_corpus("torch", Settings(scales=("cache",), passes=2)))
+    assert [result.measured for result in results] == [1.0] * 3 + [2.0] * 3
+    assert capsys.readouterr().out.count("some row  us: einsum") == 2
+
+
+def test_named_workloads_that_einsum_takes_long_for_are_left_out_and_named(monkeypatch, capsys):
+    pytest.importorskip("torch", reason="torch is not installed")
+    small_one = WORKLOADS["seed-gathered-matmul"].resized(n=8, q=4)
+    chosen = {"small": dataclasses.replace(small_one, name="small", cpu_sizes={}), "clique": WORKLOADS["clique"]}
+    monkeypatch.setattr(bench, "WORKLOADS", chosen)
+    assert len(list(bench.compare_workloads("torch", Settings(row_seconds=0.0)))) == 6
+    text = capsys.readouterr().out
+    assert text.count("left out") == text.count("left out: clique, of which einsum is predicted to take") == 1
+    assert text.count("  small  us: einsum") == 2
 
 
 @pytest.mark.parametrize("scale", ["overhead", "cache", "memory"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner.bench.choices import compare_lowerings, corpus_choices, predicted_steps
-from planner.bench.corpus import compare_corpus, corpus_bytes
+from planner.bench.corpus import compare_corpus, compare_workloads, corpus_bytes
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.families import families
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "corpus-choices": corpus_choices,
     "large-networks": large_networks,
     "corpus": compare_corpus,
+    "workloads": compare_workloads,
     "corpus-bytes": corpus_bytes,
 }
 _ABOUT = """\
@@ -69,12 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--strings", type=int, metavar="SEED", help="random strings in place of the corpus; --sample says how many"
     )
+    parser.add_argument("--passes", type=int, default=Settings().passes, help="runs through the corpus")
     parser.add_argument("--compile", action="store_true", help="the corpus: torch.compile and products by hand, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     options = parser.parse_args(argv)
     if options.rounds < 3:
         parser.error(f"--rounds {options.rounds}: a median needs 3 at least")
+    if options.passes < 1:
+        parser.error(f"--passes {options.passes}: give 1 or more")
     if options.sample < 0:
         parser.error(f"--sample {options.sample}: give a number of rows, or 0 for all")
     asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
@@ -94,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sample=options.sample,
         strings=options.strings,
         compiled=options.compile,
+        passes=options.passes,
     )
     results: list[Result] = []
     for name, part in PARTS.items():

@@ -37,12 +37,14 @@ from typing import Any
 import numpy as np
 import opt_einsum
 
+from planner.api import plan
 from planner.bench.timing import PASSES, Pass, Result, Scale, Settings
+from planner.calibrate.predictions import MOST_PEAK
 from planner.demo.runs import RUNS
 from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.parse import parse
-from planner.language.spec import Gather, Spec, Term, term_axes
-from planner.workloads import View, Workload
+from planner.language.spec import Gather, Operand, Spec, Term, term_axes
+from planner.workloads import WORKLOADS, View, Workload
 
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
 _BYTES = {"cache": 2**20, "memory": 2**25}
@@ -159,7 +161,7 @@ def _gathers(term: Term) -> list[Gather]:
     return [axis for axis in term if isinstance(axis, Gather)]
 
 
-def gather_then_einsum(row: Row) -> Callable[..., Any]:
+def gather_then_einsum(row: Workload) -> Callable[..., Any]:
     """Return what a user writes without planner: index the operands, call the framework's einsum, add up the rows.
 
     The function takes torch or `jax.numpy`, the operands, and the index arrays by letter.
@@ -189,7 +191,7 @@ def gather_then_einsum(row: Row) -> Callable[..., Any]:
     return call
 
 
-def _index(xp: Any, term: Term, axes: tuple[str, ...], row: Row, arrays: dict[str, Any]) -> tuple[Any, ...]:
+def _index(xp: Any, term: Term, axes: tuple[str, ...], row: Workload, arrays: dict[str, Any]) -> tuple[Any, ...]:
     """Return the index that takes, or adds to, the rows of a term: slices where its other axes are untouched.
 
     `axes` are those of the term after its gathers.
@@ -201,7 +203,7 @@ def _index(xp: Any, term: Term, axes: tuple[str, ...], row: Row, arrays: dict[st
     return tuple(_spread(xp, axis, axes, row, arrays) for axis in term)
 
 
-def _spread(xp: Any, axis: str | Gather, axes: Sequence[str], row: Row, arrays: dict[str, Any]) -> Any:
+def _spread(xp: Any, axis: str | Gather, axes: Sequence[str], row: Workload, arrays: dict[str, Any]) -> Any:
     """Return the index of one dimension, with a dimension for each axis of the term."""
     if isinstance(axis, str):
         return xp.arange(row.sizes[axis]).reshape([-1 if e == axis else 1 for e in axes])
@@ -221,7 +223,7 @@ def _add_rows(values: Any, index: tuple[Any, ...], shape: tuple[int, ...]) -> An
     return zeros.index_add(dim, rows.flatten(), values.flatten(dim, dim + rows.ndim - 1))
 
 
-def by_hand(row: Row) -> Callable[..., Any] | None:
+def by_hand(row: Workload) -> Callable[..., Any] | None:
     """Return two operands' product as `matmul` with views, or as an elementwise product; None for other rows."""
     spec = row.parsed
     *terms, out = _plain(spec)
@@ -275,10 +277,45 @@ _BARS: dict[Framework, dict[str, float]] = {
 def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Time every row at each scale, forward and with gradients; print the worst twenty; yield the distribution."""
     for scale in settings.scales:
-        medians = {row.name: time_row(row, framework, settings) for row in _sampled(scale, settings)}
-        for which, named in PASSES:
-            times = {name: both[which] for name, both in medians.items()}
-            yield from _distribution(times, f"{scale}, {named}", framework)
+        yield from _compare(_sampled(scale, settings), scale, framework, settings)
+
+
+def compare_workloads(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Do the same with the named workloads at their CPU sizes, but those of which einsum takes too much time or memory.
+
+    It says which ones these are.
+    """
+    rows = []
+    for workload in WORKLOADS.values():
+        row = workload.cpu()
+        stand_ins = [Operand(shape, requires_grad=True) for shape in row.shapes]
+        naive = plan(row.spec, *stand_ins, backend=framework, **row.options, **row.index_shapes).naive_cost
+        if naive.peak_bytes > MOST_PEAK or naive.seconds > _MOST_SECONDS:
+            takes = f"{naive.seconds:.1f} s and {naive.peak_bytes:,} bytes"
+            print(f"  left out: {row.name}, of which einsum is predicted to take {takes}")
+        else:
+            rows.append(row)
+    yield from _compare(rows, "named workloads", framework, settings)
+
+
+# A forward and a backward pass of einsum is predicted to take at most so long.
+_MOST_SECONDS = 0.5
+
+
+def _compare(rows: Sequence[Workload], what: str, framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Time rows, the least of `settings.passes` through all of them, and yield the distribution."""
+    least: dict[str, dict[Pass, dict[str, float]]] = {}
+    for _ in range(settings.passes):
+        for row in rows:
+            found = time_row(row, framework, settings)
+            known = least.setdefault(row.name, found)
+            least[row.name] = {
+                which: {label: min(seconds, known[which][label]) for label, seconds in times.items()}
+                for which, times in found.items()
+            }
+    for which, named in PASSES:
+        times = {name: both[which] for name, both in least.items()}
+        yield from _distribution(times, f"{what}, {named}", framework)
 
 
 def _sampled(scale: Scale, settings: Settings) -> tuple[Row, ...]:
@@ -334,7 +371,7 @@ def _distribution(times: Mapping[str, Mapping[str, float]], what: str, framework
         yield Result("corpus", framework, f"{what}: {point} of the times, by einsum's", bar, ours[point], at_most=True)
 
 
-def time_row(row: Row, framework: Framework, settings: Settings) -> dict[Pass, dict[str, float]]:
+def time_row(row: Workload, framework: Framework, settings: Settings) -> dict[Pass, dict[str, float]]:
     """Return the least seconds of einsum, of einsum again, and of planner, in turn; and with `compiled` of others."""
     einsum = gather_then_einsum(row)
     ways = [Way(EINSUM, einsum), Way(AGAIN, einsum), our_way(row)]

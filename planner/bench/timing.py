@@ -48,6 +48,7 @@ class Settings:
         sample: how many rows of the corpus, at least; 0 for all.
         strings: the seed of random strings that take the place of the corpus; None for its rows.
         compiled: whether `torch.compile` and products by hand are timed on the corpus too.
+        passes: how many times the corpus is gone through; the least time of each program counts.
         row_seconds: time for one comparison of the corpus, after which no further round begins.
         runs: number of runs that were timed; of those repeated because the hypervisor took a core away; and of those
             that count although it took one away in every repetition.
@@ -61,6 +62,7 @@ class Settings:
     sample: int = 0
     strings: int | None = None
     compiled: bool = False
+    passes: int = 1
     row_seconds: float = 0.3
     runs: Counter[str] = dataclasses.field(default_factory=Counter)
 
