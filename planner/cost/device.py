@@ -302,7 +302,8 @@ CPU = Device(
     add_row_seconds=4e-8,
     skinny_rate=1.2e10,
     sort_row_seconds=4e-9,
-    loop_seconds=3e-8,  # 10 ns on another such machine, where loops that are not taken lose less
+    # On an Intel Xeon with AVX-512. It is near the geometric mean of 10 and 30 ns, on two machines with an EPYC 7003.
+    loop_seconds=1.8e-8,
     # Eight simulated devices on two busy cores of an Intel Xeon, JAX 0.10.2, 2026-11-25: `psum` of 4 MiB on each took
     # 2.0 ms, of 16 MiB 7.7 ms, of 4 bytes 0.18 ms, of which 0.05 ms are the call.
     link_bandwidth=3.7e9,
