@@ -127,12 +127,29 @@ def test_the_command_writes_a_whole_run_only(monkeypatch, tmp_path, capsys):
     assert "- 0 runs, 0 of them repeated" in page
 
 
-@pytest.mark.parametrize(("option", "value", "said"), [("rounds", 2, "a median needs 3"), ("sample", -1, "0 for all")])
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("rounds", 2, "a median needs 3"), ("sample", -1, "0 for all"), ("passes", 0, "1 or more")],
+)
 def test_too_few_rounds_and_rows_are_refused(option, value, said, capsys):
     with pytest.raises(SystemExit):
         command.main([f"--{option}", str(value)])
     assert f"--{option} {value}: " in (error := capsys.readouterr().err)
     assert said in error
+
+
+def test_options_reach_the_parts(monkeypatch):
+    assert {"corpus", "workloads"} <= set(command.PARTS)
+    given = []
+
+    def part(framework, settings):
+        given.append((framework, settings.passes, settings.sample, settings.scales))
+        return iter(())
+
+    monkeypatch.setattr(command, "PARTS", {"part": part})
+    monkeypatch.setattr(command, "_refusal", lambda frameworks: "")
+    command.main(["--only", "part", "--framework", "torch", "--passes", "3", "--sample", "7", "--scale", "cache"])
+    assert given == [("torch", 3, 7, ("cache",))]
 
 
 def test_bytes_are_shown_without_times():

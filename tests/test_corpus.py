@@ -93,29 +93,50 @@ def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(m
     assert all(text.count(row.spec) == 2 for row in kept), "forward, and with gradients"
 
 
-def test_the_least_time_of_several_passes_counts(monkeypatch, capsys):
-    seconds = iter([3e-6, 1e-6, 2e-6, 4e-6])
-    row = dataclasses.replace(ROWS[0], name="some row")
+def test_the_least_times_of_several_passes_through_all_rows_count(monkeypatch, capsys):
+    seconds, order = iter([3e-6, 1e-6, 9e-6, 9e-6, 2e-6, 4e-6, 9e-6, 9e-6]), []
+    rows = [dataclasses.replace(ROWS[0], name=name) for name in ("first", "second")]
 
     def timed(row, framework, settings):
+        order.append(row.name)
         return {which: {bench.EINSUM: next(seconds), bench.OURS: 2e-6} for which in ("f", "g")}
 
     monkeypatch.setattr(bench, "time_row", timed)
-    monkeypatch.setattr(bench, "corpus", lambda scale: (row,))
+    monkeypatch.setattr(bench, "corpus", lambda scale: tuple(rows))
     results = list(bench.compare_corpus("torch", Settings(scales=("cache",), passes=2)))
-    assert [result.measured for result in results] == [1.0] * 3 + [2.0] * 3
-    assert capsys.readouterr().out.count("some row  us: einsum") == 2
+    assert order == ["first", "second"] * 2
+    assert [results[2].measured, results[5].measured] == [1.0, 2.0]
+    assert {result.part for result in results} == {"corpus"}
+    assert capsys.readouterr().out.count("  1.00  first  us: einsum 2.0  planner.contract 2.0") == 1
 
 
-def test_named_workloads_that_einsum_takes_long_for_are_left_out_and_named(monkeypatch, capsys):
+def test_named_workloads_are_timed_at_their_cpu_sizes_but_large_ones(monkeypatch, capsys):
+    named = {
+        "scattered": dataclasses.replace(WORKLOADS["message-passing"], name="scattered", cpu_sizes={"e": 5, "c": 3}),
+        "too large": dataclasses.replace(WORKLOADS["repeated"].resized(n=2**14, p=2**7, q=2**7), name="too large"),
+    }
+    timed = []
+    monkeypatch.setattr(bench, "WORKLOADS", named)
+    monkeypatch.setattr(bench, "time_row", lambda row, *_: timed.append(row) or {"f": TIMES, "g": TIMES})
+    results = list(bench.compare_workloads("torch", Settings()))
+    assert [(row.name, row.sizes["e"]) for row in timed] == [("scattered", 5)]
+    assert [result.part for result in results] == ["workloads"] * 6
+    assert [result.what for result in results[::3]] == [
+        "CPU sizes, forward: median of the times, by einsum's",
+        "CPU sizes, forward and gradients: median of the times, by einsum's",
+    ]
+    assert re.findall("left out: (.*), whose arrays take", capsys.readouterr().out) == ["too large"]
+
+
+TIMES = {bench.EINSUM: 1e-6, bench.AGAIN: 1e-6, bench.OURS: 1e-6}
+
+
+def test_every_named_workload_that_is_timed_equals_einsum():
+    """Of arrays of a few elements; the largest ones are left out."""
     pytest.importorskip("torch", reason="torch is not installed")
-    small_one = WORKLOADS["seed-gathered-matmul"].resized(n=8, q=4)
-    chosen = {"small": dataclasses.replace(small_one, name="small", cpu_sizes={}), "clique": WORKLOADS["clique"]}
-    monkeypatch.setattr(bench, "WORKLOADS", chosen)
-    assert len(list(bench.compare_workloads("torch", Settings(row_seconds=0.0)))) == 6
-    text = capsys.readouterr().out
-    assert text.count("left out") == text.count("left out: clique, of which einsum is predicted to take") == 1
-    assert text.count("  small  us: einsum") == 2
+    for workload in WORKLOADS.values():
+        row = workload.resized(**{letter: min(size, 3) for letter, size in (workload.sizes | workload.pools).items()})
+        assert set(bench.time_row(row, "torch", Settings(row_seconds=0.0))) == {"f", "g"}
 
 
 @pytest.mark.parametrize("scale", ["overhead", "cache", "memory"])
@@ -155,7 +176,7 @@ def test_rows_that_need_more_memory_than_einsum_are_printed_and_counted(monkeypa
 
 def test_ratios_are_by_einsum_and_the_worst_stand_first(capsys):
     times = {f"row {n}": {bench.EINSUM: 1e-6, bench.OURS: n * 1e-6} for n in range(1, 31)}
-    median, high, worst = bench._distribution(times, "overhead", "torch")
+    median, high, worst = bench._distribution("corpus", times, "overhead", "torch")
     assert (median.measured, worst.measured) == pytest.approx((15.5, 30))
     assert 29 < high.measured < 30
     lines = capsys.readouterr().out.splitlines()[1:]

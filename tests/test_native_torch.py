@@ -654,7 +654,7 @@ def test_peaks_of_summed_gradients_are_those_of_who_computes_them(spec, shapes, 
     ("spec", "shapes", "rows", "by_einsum"),
     [
         ("bhid, r[ij]d -> bhij", [(2, 4, 8, 16), (31, 16)], (8, 8), True),
-        ("bhd, p[bt]shd -> bhts", [(4, 4, 16), (32, 8, 4, 16)], (4, 4), False),  # multiplied by element, and summed
+        ("bhd, p[bt]shd -> bhts", [(4, 4, 8), (32, 16, 4, 8)], (4, 8), True),  # the rows are copied
         ("bhd, p[bt]shd -> bhts", [(4, 4, 64), (32, 8, 4, 64)], (4, 16), False),  # the rows are copied in their order
         ("tki, e[tk]io -> tko", [(6, 2, 4), (5, 4, 3)], (6, 2), True),
         ("bnhj, q[h]bj -> nb", [(4, 64, 16, 8), (3, 4, 8)], (16,), True),  # einsum copies 32,768 elements

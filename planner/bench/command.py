@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--strings", type=int, metavar="SEED", help="random strings in place of the corpus; --sample says how many"
     )
-    parser.add_argument("--passes", type=int, default=Settings().passes, help="runs through the corpus")
+    parser.add_argument(
+        "--passes", type=int, default=Settings().passes, help="runs through the corpus or the workloads"
+    )
     parser.add_argument("--compile", action="store_true", help="the corpus: torch.compile and products by hand, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")

@@ -37,13 +37,11 @@ from typing import Any
 import numpy as np
 import opt_einsum
 
-from planner.api import plan
 from planner.bench.timing import PASSES, Pass, Result, Scale, Settings
-from planner.calibrate.predictions import MOST_PEAK
 from planner.demo.runs import RUNS
 from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.parse import parse
-from planner.language.spec import Gather, Operand, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.workloads import WORKLOADS, View, Workload
 
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
@@ -147,7 +145,7 @@ def _plain(spec: Spec) -> tuple[str, ...]:
     return tuple("".join(_expanded(term)) for term in spec.terms)
 
 
-def _figures(row: Row) -> tuple[int, float]:
+def _figures(row: Workload) -> tuple[int, float]:
     """Return the bytes of all arrays, gathered and intermediate ones counted, and the FLOPs of einsum's path."""
     *terms, out = _plain(row.parsed)
     shapes = [tuple(row.sizes[axis] for axis in term) for term in (*terms, out)]
@@ -277,45 +275,35 @@ _BARS: dict[Framework, dict[str, float]] = {
 def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Time every row at each scale, forward and with gradients; print the worst twenty; yield the distribution."""
     for scale in settings.scales:
-        yield from _compare(_sampled(scale, settings), scale, framework, settings)
+        yield from _compare("corpus", _sampled(scale, settings), scale, framework, settings)
+
+
+# The arrays of a named workload that is timed take at most so many bytes, gathered and intermediate ones counted.
+_MOST_BYTES = 2**30
 
 
 def compare_workloads(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Do the same with the named workloads at their CPU sizes, but those of which einsum takes too much time or memory.
-
-    It says which ones these are.
-    """
-    rows = []
-    for workload in WORKLOADS.values():
-        row = workload.cpu()
-        stand_ins = [Operand(shape, requires_grad=True) for shape in row.shapes]
-        naive = plan(row.spec, *stand_ins, backend=framework, **row.options, **row.index_shapes).naive_cost
-        if naive.peak_bytes > MOST_PEAK or naive.seconds > _MOST_SECONDS:
-            takes = f"{naive.seconds:.1f} s and {naive.peak_bytes:,} bytes"
-            print(f"  left out: {row.name}, of which einsum is predicted to take {takes}")
-        else:
-            rows.append(row)
-    yield from _compare(rows, "named workloads", framework, settings)
+    """Time the named workloads at their CPU sizes as `compare_corpus` times rows; print the large ones, left out."""
+    rows = [workload.cpu() for workload in WORKLOADS.values()]
+    sizes = {row.name: _figures(row)[0] for row in rows}
+    for name, size in sizes.items():
+        if size > _MOST_BYTES:
+            print(f"  left out: {name}, whose arrays take {size:,} bytes")
+    kept = [row for row in rows if sizes[row.name] <= _MOST_BYTES]
+    yield from _compare("workloads", kept, "CPU sizes", framework, settings)
 
 
-# A forward and a backward pass of einsum is predicted to take at most so long.
-_MOST_SECONDS = 0.5
-
-
-def _compare(rows: Sequence[Workload], what: str, framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Time rows, the least of `settings.passes` through all of them, and yield the distribution."""
-    least: dict[str, dict[Pass, dict[str, float]]] = {}
-    for _ in range(settings.passes):
-        for row in rows:
-            found = time_row(row, framework, settings)
-            known = least.setdefault(row.name, found)
-            least[row.name] = {
-                which: {label: min(seconds, known[which][label]) for label, seconds in times.items()}
-                for which, times in found.items()
-            }
+def _compare(
+    part: str, rows: Sequence[Workload], what: str, framework: Framework, settings: Settings
+) -> Iterator[Result]:
+    """Time rows in several passes through all of them, and yield how the least times are distributed."""
+    runs = [{row.name: time_row(row, framework, settings) for row in rows} for _ in range(settings.passes)]
     for which, named in PASSES:
-        times = {name: both[which] for name, both in least.items()}
-        yield from _distribution(times, f"{what}, {named}", framework)
+        times = {
+            name: {label: min(run[name][which][label] for run in runs) for label in first[which]}
+            for name, first in runs[0].items()
+        }
+        yield from _distribution(part, times, f"{what}, {named}", framework)
 
 
 def _sampled(scale: Scale, settings: Settings) -> tuple[Row, ...]:
@@ -353,7 +341,9 @@ _KINDS = ("forward", "with gradients", "retained")
 _SMALL_BYTES = 2**16
 
 
-def _distribution(times: Mapping[str, Mapping[str, float]], what: str, framework: Framework) -> Iterator[Result]:
+def _distribution(
+    part: str, times: Mapping[str, Mapping[str, float]], what: str, framework: Framework
+) -> Iterator[Result]:
     """Print how programs compare with einsum, and the rows where planner loses most."""
     for label in dict.fromkeys(label for each in times.values() for label in each if label != EINSUM):
         ratios = np.array([each[label] / each[EINSUM] for each in times.values() if label in each])
@@ -368,7 +358,7 @@ def _distribution(times: Mapping[str, Mapping[str, float]], what: str, framework
         columns = "  ".join(f"{label} {1e6 * seconds:.1f}" for label, seconds in each.items())
         print(f"  {each[OURS] / each[EINSUM]:.2f}  {name}  us: {columns}")
     for point, bar in _BARS[framework].items():
-        yield Result("corpus", framework, f"{what}: {point} of the times, by einsum's", bar, ours[point], at_most=True)
+        yield Result(part, framework, f"{what}: {point} of the times, by einsum's", bar, ours[point], at_most=True)
 
 
 def time_row(row: Workload, framework: Framework, settings: Settings) -> dict[Pass, dict[str, float]]:

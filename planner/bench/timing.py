@@ -48,7 +48,7 @@ class Settings:
         sample: how many rows of the corpus, at least; 0 for all.
         strings: the seed of random strings that take the place of the corpus; None for its rows.
         compiled: whether `torch.compile` and products by hand are timed on the corpus too.
-        passes: how many times the corpus is gone through; the least time of each program counts.
+        passes: how many times all rows of the corpus, or all named workloads, are timed; the least times count.
         row_seconds: time for one comparison of the corpus, after which no further round begins.
         runs: number of runs that were timed; of those repeated because the hypervisor took a core away; and of those
             that count although it took one away in every repetition.

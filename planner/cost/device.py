@@ -302,13 +302,14 @@ CPU = Device(
     add_row_seconds=4e-8,
     skinny_rate=1.2e10,
     sort_row_seconds=4e-9,
-    # On an Intel Xeon with AVX-512. It is near the geometric mean of 10 and 30 ns, on two machines with an EPYC 7003.
+    # On an Intel Xeon with AVX-512, torch 2.13, 2026-12-01. Other machines took 10 and 30 ns (an EPYC 7003 each), and 30
+    # (a Xeon at 2.8 GHz): docs/cost-model.md says why it is not the longest.
     loop_seconds=1.8e-8,
     # Eight simulated devices on two busy cores of an Intel Xeon, JAX 0.10.2, 2026-11-25: `psum` of 4 MiB on each took
     # 2.0 ms, of 16 MiB 7.7 ms, of 4 bytes 0.18 ms, of which 0.05 ms are the call.
     link_bandwidth=3.7e9,
     link_seconds=1.3e-4,
-    source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
+    source="measured on an AMD EPYC 7003, 2 cores, 2026-11-21, and short loops on an Intel Xeon, 2026-12-01",
 )
 
 # XLA takes a row in 0.4 to 0.8 ns and adds one up in 0.6 to 1.6 ns, besides what the bytes take; the times above are
