@@ -1,5 +1,6 @@
 """The benchmark: what it times, when it stops, and what it writes."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -136,6 +137,37 @@ def test_too_few_rounds_and_rows_are_refused(option, value, said, capsys):
         command.main([f"--{option}", str(value)])
     assert f"--{option} {value}: " in (error := capsys.readouterr().err)
     assert said in error
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("peak_bytes", True), ("retained_bytes", True), ("seconds", False)])
+def test_plans_that_need_more_memory_than_einsum_are_no_candidates(kind, counts):
+    operands = [planner.Operand(shape, requires_grad=True) for shape in [(60, 5), (4, 5, 3)]]
+    plan = planner.plan("nj, q[n]jk -> nk", *operands, q=(60,), backend="numpy")
+    most = max(getattr(cost, kind) for cost in (plan.cost, plan.naive_cost))
+    for more in (0, 1):
+        cost = dataclasses.replace(plan.cost, **{kind: most + more})
+        other = dataclasses.replace(plan, programs=dataclasses.replace(plan.programs, cost=cost))
+        assert choices._is_as_lean(other, plan) == (not (more and counts))
+
+
+@pytest.mark.parametrize("framework", [name for name in installed_frameworks() if name != "numpy"])
+def test_steps_and_choices_of_rows_of_the_corpus_are_counted(framework, monkeypatch):
+    first, second = kept = corpus("overhead")[:2]
+    settings = Settings(scales=("overhead",))
+    monkeypatch.setattr(choices, "sampled_rows", lambda scale, settings: kept)
+    monkeypatch.setattr(choices, "known_plans", lambda plan: {"another": plan})
+    seconds = iter([1.2e-6, 1e-6] * 3 + [1.1e-6, 1e-6] * 3 + [1e-6] * 12)  # of the chosen plan and the other, in turn
+    monkeypatch.setattr(choices, "least_seconds", lambda run, blocks: next(seconds))
+    forward, trained = choices.corpus_choices(framework, settings)
+    assert (forward.measured, trained.measured) == (0.5, 1.0)
+    assert forward.what.startswith("share of 2 rows at overhead, forward, within 1.15x")
+    assert forward.what.endswith(f"worst {first.spec} 1.20x, {second.spec} 1.10x")
+    assert "with gradients" in trained.what
+
+    step = choices.StepTime(framework, first.name, first.spec, "matmul", False, predicted=1e-6, measured=1.8e-6)
+    times = iter([step, step, dataclasses.replace(step, measured=1.2e-6), step, step, step])
+    monkeypatch.setattr(choices, "check_workload", lambda framework, row: iter([next(times)]))
+    assert [result.measured for result in choices.predicted_steps(framework, settings)] == [0.5, 1.0]
 
 
 def test_options_reach_the_parts(monkeypatch):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.bench.corpus import corpus
-from planner.bench.timing import PAUSE_SECONDS, SCALES, Result, Settings, equal, seconds_in_peace
+from planner.bench.corpus import sampled_rows
+from planner.bench.timing import PAUSE_SECONDS, Result, Settings, equal, seconds_in_peace
 from planner.calibrate.predictions import FACTORS, StepTime, check_workload
 from planner.cost.device import PRESETS, Device
 from planner.demo.ways import OURS, Framework
@@ -64,19 +64,19 @@ def compare_lowerings(framework: Framework, settings: Settings) -> Iterator[Resu
         yield Result("lowerings", framework, what, 1.15, ratio, at_most=True, medians=shown, rounds=rounds)
 
 
-def predicted_steps(framework: Framework, settings: Settings, every: int = 1) -> Iterator[Result]:
+def predicted_steps(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Compare predicted times of the steps of the corpus with measured ones, by rates that `calibrate` just measured.
 
-    A target is the share of steps within a factor; `every` takes each so-manieth row of the corpus. The time of a step
-    is the least of three runs through the corpus at all scales, which are minutes apart.
+    A target is the share of steps within a factor. The time of a step is the least of three runs through the corpus at
+    all scales, which are minutes apart.
     """
 
     def timed_run() -> dict[str, list[StepTime]]:
-        rows = {scale: corpus(scale)[::every] for scale in SCALES}
-        return {scale: [time for row in rows[scale] for time in check_workload(framework, row)] for scale in SCALES}
+        rows = {scale: sampled_rows(scale, settings) for scale in settings.scales}
+        return {scale: [time for row in rows[scale] for time in check_workload(framework, row)] for scale in rows}
 
     runs = [timed_run() for _ in range(3)]
-    for scale in SCALES:
+    for scale in settings.scales:
         times = [min(step, key=lambda time: time.measured) for step in zip(*(run[scale] for run in runs), strict=True)]
         for factor, target in zip(FACTORS, (0.8, 0.92), strict=True):
             share = sum(time.within(factor) for time in times) / len(times)
@@ -84,17 +84,17 @@ def predicted_steps(framework: Framework, settings: Settings, every: int = 1) ->
             yield Result("predictions", framework, what, target, share)
 
 
-def corpus_choices(framework: Framework, settings: Settings, every: int = 1) -> Iterator[Result]:
+def corpus_choices(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Compare the chosen plans of the corpus with the fastest that the planner considered, forward and with gradients.
 
     The target is the share of rows whose chosen plan takes at most 1.15 times as long as the fastest. Plans that need
     more memory than the chosen plan and than einsum, or retain more, are no candidates: by default none of them may be
     chosen.
     """
-    for scale in SCALES:
+    for scale in settings.scales:
         for gradients in (False, True):
             ratios: dict[str, float] = {}
-            for row in corpus(scale)[::every]:
+            for row in sampled_rows(scale, settings):
                 workload = row if gradients else dataclasses.replace(row, gradients=(False,) * len(row.shapes))
                 operands, indices = workload.operands(framework), workload.indices(framework)
                 plan = _plan(workload, framework, operands, indices)

@@ -275,7 +275,7 @@ _BARS: dict[Framework, dict[str, float]] = {
 def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Time every row at each scale, forward and with gradients; print the worst twenty; yield the distribution."""
     for scale in settings.scales:
-        yield from _compare("corpus", _sampled(scale, settings), scale, framework, settings)
+        yield from _compare("corpus", sampled_rows(scale, settings), scale, framework, settings)
 
 
 # The arrays of a named workload that is timed take at most so many bytes, gathered and intermediate ones counted.
@@ -306,7 +306,8 @@ def _compare(
         yield from _distribution(part, times, f"{what}, {named}", framework)
 
 
-def _sampled(scale: Scale, settings: Settings) -> tuple[Row, ...]:
+def sampled_rows(scale: Scale, settings: Settings) -> tuple[Row, ...]:
+    """Return the rows of a scale that the settings ask for: all, a sample of them, or random strings."""
     if settings.strings is not None:
         return random_rows(scale, settings.sample or 150, settings.strings)
     rows = corpus(scale)
@@ -320,7 +321,7 @@ def corpus_bytes(framework: Framework, settings: Settings) -> Iterator[Result]:
     """
     for scale in settings.scales:
         more: Counter[str] = Counter()
-        for row in _sampled(scale, settings):
+        for row in sampled_rows(scale, settings):
             einsum = RUNS[framework](Way(EINSUM, gather_then_einsum(row)), row, row.takes_gradient)
             ours = einsum.use(our_way(row))
             if framework == "torch":

@@ -302,8 +302,8 @@ CPU = Device(
     add_row_seconds=4e-8,
     skinny_rate=1.2e10,
     sort_row_seconds=4e-9,
-    # On an Intel Xeon with AVX-512, torch 2.13, 2026-12-01. Other machines took 10 and 30 ns (an EPYC 7003 each), and 30
-    # (a Xeon at 2.8 GHz): docs/cost-model.md says why it is not the longest.
+    # On an Intel Xeon with AVX-512, torch 2.13, 2026-12-01. Two machines with an EPYC 7003 took 10 and 30 ns, and a
+    # Xeon at 2.8 GHz 30: docs/cost-model.md says why it is not the longest.
     loop_seconds=1.8e-8,
     # Eight simulated devices on two busy cores of an Intel Xeon, JAX 0.10.2, 2026-11-25: `psum` of 4 MiB on each took
     # 2.0 ms, of 16 MiB 7.7 ms, of 4 bytes 0.18 ms, of which 0.05 ms are the call.
