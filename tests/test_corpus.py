@@ -131,8 +131,8 @@ def test_named_workloads_are_timed_at_their_cpu_sizes_but_large_ones(monkeypatch
 TIMES = {bench.EINSUM: 1e-6, bench.AGAIN: 1e-6, bench.OURS: 1e-6}
 
 
-def test_every_named_workload_that_is_timed_equals_einsum():
-    """Of arrays of a few elements; the largest ones are left out."""
+def test_every_named_workload_equals_einsum():
+    """Timing a row compares the results first; here with arrays of a few elements."""
     pytest.importorskip("torch", reason="torch is not installed")
     for workload in WORKLOADS.values():
         row = workload.resized(**{letter: min(size, 3) for letter, size in (workload.sizes | workload.pools).items()})
